@@ -1,0 +1,79 @@
+"""Pipeline parallelism for PyTorch Lightning.
+
+    trainer = Trainer(strategy="pipeline", devices=4)
+
+The names below are loaded when they are first used, so `import lightning_pipe` and `import lightning_pipe.planning`
+need no torch and take milliseconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_pipe import _plugin
+
+if TYPE_CHECKING:
+    from lightning_pipe.errors import (
+        BatchError,
+        CheckpointError,
+        ConfigError,
+        CutError,
+        PeerError,
+        PipelineError,
+        PlanError,
+        ScheduleError,
+        StageMismatchError,
+    )
+    from lightning_pipe.planning.ir import Action, Op, Schedule
+    from lightning_pipe.planning.plan import Plan
+    from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
+    from lightning_pipe.planning.timeline import Timeline
+    from lightning_pipe.strategy import PipelineStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "BatchError",
+    "CheckpointError",
+    "ConfigError",
+    "CutError",
+    "Op",
+    "PeerError",
+    "PipelineError",
+    "PipelineStrategy",
+    "Plan",
+    "PlanError",
+    "Schedule",
+    "ScheduleError",
+    "StageMismatchError",
+    "Timeline",
+    "__version__",
+    "make_schedule",
+]
+
+_HOMES = {
+    "SCHEDULES": "planning.schedules",
+    "Action": "planning.ir",
+    "Op": "planning.ir",
+    "PipelineStrategy": "strategy",
+    "Plan": "planning.plan",
+    "Schedule": "planning.ir",
+    "Timeline": "planning.timeline",
+    "make_schedule": "planning.schedules",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_plugin.install()

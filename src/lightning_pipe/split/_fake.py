@@ -1,0 +1,187 @@
+"""SEAM: the only file of ``split`` that touches torch's private names.
+
+``GHOSTS`` is the one fake-tensor mode of the process: fakes of two modes cannot meet in an operation,
+and a stage's foreign parameters outlive any single step. It is a FakeTensorMode with one hole closed:
+when a fake is written in place into a real tensor, torch drops the write silently and later readers
+would see a stale value. The mode remembers the storages that lost a write ("tainted").
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+#: What a fake raises when somebody asks for its value.
+VALUE_NEEDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identify the storage of ``tensor``: aliases have the same key, as long as one of them lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
+        return id(tensor)
+
+
+def mutated_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes in place, by its schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written: list[Tensor] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    return written
+
+
+def _is_hidden_graph(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, FakeTensor)
+        and value.requires_grad
+        and not value.is_leaf
+    )
+
+
+class GhostMode(FakeTensorMode):
+    """FakeTensorMode that accepts real tensors beside fakes and records lost writes."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        #: storage key -> a tensor of it, kept so that the key stays valid
+        self.tainted: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if (
+            schema is not None
+            and schema.is_mutable
+            and any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        ):
+            for tensor in mutated_arguments(func, args, kwargs):
+                if not isinstance(tensor, FakeTensor):
+                    self.tainted[storage_key(tensor)] = tensor
+        if any(_is_hidden_graph(leaf) for leaf in leaves):
+            # fakeification refuses a real tensor that has a history; its values do not matter here
+            args, kwargs = pytree.tree_map(_fake_without_history, (args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _fake_without_history(value: Any) -> Any:
+    if not _is_hidden_graph(value):
+        return value
+    with _disable_current_modes():
+        return GHOSTS.from_tensor(value.detach())
+
+
+GHOSTS = GhostMode()
+
+
+def is_fake(value: Any) -> bool:
+    """Tell whether ``value`` is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def is_foreign(value: Any) -> bool:
+    """Tell whether ``value`` lacks data, or lost a write of a value that lacked data."""
+    if isinstance(value, FakeTensor):
+        return True
+    return (
+        bool(GHOSTS.tainted) and isinstance(value, Tensor) and storage_key(value) in GHOSTS.tainted
+    )
+
+
+def as_fake(tensor: Tensor) -> Tensor:
+    """Return a fake of the same shape, dtype, device and ``requires_grad``; fakes are returned as they are."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    with _disable_current_modes():
+        if _is_hidden_graph(tensor):
+            fake: Tensor = GHOSTS.from_tensor(tensor.detach())
+            return fake.requires_grad_()
+        return GHOSTS.from_tensor(tensor)
+
+
+def empty_fake(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Make a fake from scratch."""
+    with _disable_current_modes(), GHOSTS:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Switch all dispatch modes off, for our own bookkeeping inside a traced region."""
+    return _disable_current_modes()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def function_mode_off(active: bool) -> Iterator[None]:
+    """Pop the topmost torch-function mode: the inside of an owned unit runs at full speed."""
+    if not active:
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
+
+
+#: packages whose memoised helpers never hold tensors of a user's step
+_SAFE_CACHES = frozenset(
+    "torch re functools typing inspect sympy lightning torchmetrics jsonargparse rich networkx numpy".split()
+)
+
+
+def clear_memoised() -> None:
+    """Empty the ``lru_cache`` of user code: a helper that ran on fakes would return them to a real step."""
+    for item in gc.get_objects():
+        if type(item) is functools._lru_cache_wrapper:
+            root = (getattr(item, "__module__", "") or "").split(".")[0]
+            if root not in _SAFE_CACHES and item.cache_info().currsize:
+                item.cache_clear()
+
+
+__all__ = [
+    "GHOSTS",
+    "VALUE_NEEDED",
+    "FakeTensor",
+    "GhostMode",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "as_fake",
+    "clear_memoised",
+    "empty_fake",
+    "function_mode_off",
+    "is_fake",
+    "is_foreign",
+    "mutated_arguments",
+    "storage_key",
+    "without_modes",
+]

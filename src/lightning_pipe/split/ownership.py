@@ -1,0 +1,106 @@
+"""Which parameters live on this rank; the others become fakes that cost no memory.
+
+A fake parameter has the right shape, dtype and device, so summaries, weight-decay groups and fused
+optimizers work; it has no gradient and no data, so a use that the trace missed is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.split._fake import as_fake, empty_fake
+from lightning_pipe.split.cut import StepCut
+
+
+def parameter_names(root: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Map the first name of every parameter to all its names (tied parameters have several)."""
+    first: dict[int, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        names[known] = (*names.get(known, ()), name)
+    return names
+
+
+def parameters_of_stages(root: nn.Module, cut: StepCut) -> tuple[frozenset[str], ...]:
+    """Return, for every stage, the first names of the parameters that it holds.
+
+    A parameter that several stages read is on each of them. One that the step never reads is on the last
+    stage: evaluation code that uses it runs there.
+    """
+    first = {id(p): n for n, p in root.named_parameters()}
+    inside = {
+        unit: frozenset(first[id(p)] for p in root.get_submodule(unit).parameters())
+        for unit in cut.trace.unit_names
+    }
+    held = [cut.parameters(stage, inside) for stage in range(cut.num_stages)]
+    unread = frozenset(first.values()).difference(*held)
+    held[-1] |= unread
+    return tuple(held)
+
+
+class Ownership:
+    """The parameters of ``root`` that this rank holds.
+
+    Args:
+        root: The user's module, whole.
+        keep: First names of the parameters that stay.
+    """
+
+    def __init__(self, root: nn.Module, keep: frozenset[str]) -> None:
+        self.root = root
+        self.keep = keep
+        self.names = parameter_names(root)
+        self.foreign = tuple(n for n in self.names if n not in keep)
+        self._originals: dict[str, nn.Parameter] = {}
+        self._fakes: dict[str, nn.Parameter] = {}
+
+    @property
+    def dropped(self) -> bool:
+        """Tell whether the foreign parameters are fakes now."""
+        return bool(self._originals) or not self.foreign
+
+    def drop_foreign(self, device: torch.device | None = None) -> None:
+        """Replace every foreign parameter by a fake on ``device`` and free its memory.
+
+        The parameter objects are kept, emptied: whoever holds one finds it filled again after
+        :meth:`restore`.
+        """
+        for name in self.foreign:
+            if name in self._originals:
+                continue
+            original = self.root.get_parameter(name)
+            data = original.detach()
+            fake = as_fake(data)
+            if device is not None and fake.device != device:
+                fake = empty_fake(tuple(data.shape), tuple(data.stride()), data.dtype, device)
+            self._originals[name] = original
+            self._fakes[name] = nn.Parameter(fake, requires_grad=original.requires_grad)
+            original.grad = None
+            original.data = torch.empty(0, dtype=data.dtype)
+            self._put(name, self._fakes[name])
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Fill foreign parameters with ``values`` (first name to tensor) and put them back.
+
+        Names that are missing in ``values`` stay fakes.
+        """
+        for name in [n for n in self._originals if n in values]:
+            original = self._originals.pop(name)
+            fake = self._fakes.pop(name)
+            original.data = values[name]
+            original.requires_grad_(fake.requires_grad)
+            self._put(name, original)
+
+    def fakes_to_originals(self) -> dict[int, nn.Parameter]:
+        """Map the id of every fake parameter to the emptied original; ask before :meth:`restore`."""
+        return {id(fake): self._originals[name] for name, fake in self._fakes.items()}
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        for alias in self.names[name]:
+            module_name, _, attribute = alias.rpartition(".")
+            self.root.get_submodule(module_name)._parameters[attribute] = parameter
+

@@ -1,0 +1,88 @@
+"""Stand between the step and its modules, for the length of one run of the step.
+
+A unit is the whole ``module(...)``, hooks included, so ``_call_impl`` is replaced on the instance, and
+``forward`` for those who call it directly. Patches are never on during a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipe.split.units import is_metric
+
+Call = Callable[..., Any]
+#: makes the replacement of one method: (bound original, method name) -> replacement
+Wrapper = Callable[[Call, str], Call]
+
+_ENTRIES = ("_call_impl", "forward")
+_METRIC_ENTRIES = ("_call_impl", "forward", "update", "compute")
+
+
+@contextmanager
+def attributes(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set instance attributes, bypassing ``nn.Module.__setattr__``, and put everything back on exit."""
+    saved: list[tuple[dict[str, Any], str, bool, Any]] = []
+    try:
+        for owner, name, value in replacements:
+            space = owner.__dict__
+            saved.append((space, name, name in space, space.get(name)))
+            space[name] = value
+        yield
+    finally:
+        for space, name, existed, value in reversed(saved):
+            if existed:
+                space[name] = value
+            else:
+                space.pop(name, None)
+
+
+def routed(units: Iterable[tuple[nn.Module, Wrapper]]) -> Iterator[tuple[Any, str, Any]]:
+    """List the replacements that send every call of these units through their wrappers."""
+    for module, wrapper in units:
+        for name in _ENTRIES:
+            yield module, name, wrapper(getattr(module, name), name)
+
+
+def find_metrics(root: nn.Module) -> list[nn.Module]:
+    """Find torchmetrics objects among the submodules and in plain lists, tuples and dicts of ``root``."""
+    found = [m for m in root.modules() if is_metric(m)]
+    for value in list(vars(root).values()):
+        items: Iterable[Any] = ()
+        if isinstance(value, dict):
+            items = list(value.values())
+        elif isinstance(value, (list, tuple)):
+            items = value
+        for item in items:
+            if isinstance(item, nn.Module) and is_metric(item) and item not in found:
+                found += [m for m in item.modules() if is_metric(m)]
+    return found
+
+
+def _stub_value(metric: nn.Module) -> Any:
+    keys = getattr(metric, "keys", None)
+    if callable(keys) and isinstance(metric, nn.ModuleDict):
+        return {key: torch.zeros(()) for key in keys()}
+    return torch.zeros(())
+
+
+def silent_metrics(
+    metrics: Iterable[nn.Module], on_call: Callable[[Any], None]
+) -> Iterator[tuple[Any, str, Any]]:
+    """List the replacements that keep metrics from counting, and tell ``on_call`` what they were given."""
+
+    def stub(metric: nn.Module, method: str) -> Call:
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            on_call((args, kwargs))
+            return None if method == "update" else _stub_value(metric)
+
+        return silent
+
+    for metric in metrics:
+        for name in _METRIC_ENTRIES:
+            if hasattr(metric, name):
+                yield metric, name, stub(metric, name)

@@ -1,0 +1,433 @@
+"""The step program of one stage: the user's whole step, in which only the stage's own units run.
+
+An earlier unit returns what was received for it, or a ghost (a fake tensor of the right shape) where
+this stage needs no value of it. At the first call of a later stage the step is over: it is unwound by an
+exception that ``except Exception`` does not catch. A ghost that reaches an own unit, a send, the loss or
+a log is an error that names producer and consumer, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError, StageMismatchError
+from lightning_pipe.split._fake import (
+    GHOSTS,
+    VALUE_NEEDED,
+    TorchFunctionMode,
+    function_mode_off,
+    is_fake,
+    is_foreign,
+)
+from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
+from lightning_pipe.split.provenance import function_name
+from lightning_pipe.split.rng import KeyedRandom, preserved
+from lightning_pipe.split.snapshot import AttributeKeeper
+from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.split.trace import (
+    Alias,
+    Constant,
+    NewTensor,
+    SideAttribute,
+    UnitCall,
+    ValueKey,
+    WrittenArgument,
+    WrittenOutput,
+)
+from lightning_pipe.split.tree import flatten, tensors, unflatten
+
+
+class StageExit(BaseException):
+    """Unwinds the step when the stage has done its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the step returned, on the last stage."""
+
+    value: Any
+
+
+class StageProgram:
+    """One stage of a cut step.
+
+    Args:
+        cut: The cut step.
+        stage: Index of this stage.
+        root: The user's module on this rank.
+        device_type: Device whose random generator is keyed beside the CPU's.
+    """
+
+    def __init__(
+        self, cut: StepCut, stage: int, root: nn.Module, *, device_type: str = "cpu"
+    ) -> None:
+        self.stage = stage
+        self.is_last = stage == cut.num_stages - 1
+        self.inputs: tuple[ValueSpec, ...] = cut.boundaries[stage - 1] if stage else ()
+        self.outputs: tuple[ValueSpec, ...] = () if self.is_last else cut.boundaries[stage]
+        self._cut = cut
+        self._trace = cut.trace
+        self._root = root
+        self._device_type = device_type
+        self._input_keys: Sequence[ValueKey] = cut.crossing[stage - 1] if stage else ()
+        self._output_keys: Sequence[ValueKey] = () if self.is_last else cut.crossing[stage]
+        self._first_call = cut.first_call(stage)
+        own = cut.calls_of(stage)
+        self._last_call = own[-1] if own else self._first_call - 1
+        self._has_later_calls = cut.first_call(stage + 1) < len(self._trace.calls)
+        self._units = [(name, root.get_submodule(name)) for name in self._trace.unit_names]
+        self._ghosts: dict[ValueKey, Tensor] = {}
+        self._needs_mode = cut.num_stages > 1 or bool(self._trace.random_glue)
+        in_units = tuple(name + "." for name in self._trace.unit_names)
+        self._glue_attributes = frozenset(
+            pair
+            for pair in self._trace.changed_attributes
+            if not f"{pair[0]}.".startswith(in_units)
+        )
+
+    def run(
+        self, step: Callable[[], Any], received: tuple[Tensor, ...], *, key: int
+    ) -> tuple[Tensor, ...] | StepResult:
+        """Run this stage's part of ``step``.
+
+        Args:
+            step: The user's step on one micro-batch.
+            received: The values of :attr:`inputs`, in that order.
+            key: Random key of the micro-batch, equal on all stages.
+
+        Returns:
+            The values of :attr:`outputs`; on the last stage what the step returned.
+
+        Raises:
+            CutError: The step went another way than when it was traced, or needs a value that this
+                stage does not have.
+        """
+        run = _Run(self, received, key)
+        ghosts = AttributeKeeper(self._root, self._trace.ghost_attributes)
+        glue = None if self.is_last else AttributeKeeper(self._root, self._glue_attributes)
+        GHOSTS.tainted.clear()
+        try:
+            with preserved(self._device_type):
+                return run.execute(step)
+        finally:
+            GHOSTS.tainted.clear()
+            if glue is not None:
+                glue.restore()
+            ghosts.restore(only_fakes=True)
+
+    def ghost(self, key: ValueKey) -> Tensor:
+        """Return a fake for a value that this stage does not need."""
+        if key in self._trace.written:
+            return self._trace.meta(key).ghost()
+        if key not in self._ghosts:
+            self._ghosts[key] = self._trace.meta(key).ghost()
+        return self._ghosts[key]
+
+
+class _Glue(TorchFunctionMode):
+    """Repeats the numbering of the trace; puts received glue values in and takes sent ones out."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+        self._segment = 0
+        self._count = 0
+
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        kwargs = kwargs or {}
+        run = self._run
+        if run.busy:
+            return func(*args, **kwargs)
+        segment = run.count
+        count = self._count if self._segment == segment else 0
+        key = (-1, segment, count)
+        name = getattr(func, "__name__", "")
+        if name in _HOOKS and run.hook_runs_elsewhere(args[0]):
+            return _NoHandle()
+        if key in run.received and function_name(func) == run.trace.glue[key].function:
+            self._segment, self._count = segment, count + 1
+            return run.received[key]
+        if (segment, count) in run.trace.random_glue:
+            run.random.at(segment, count, 3)
+        try:
+            out = func(*args, **kwargs)
+        except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
+            raise run.explain(name, (args, kwargs), error) from error
+        if isinstance(out, Tensor) or tensors(out):
+            self._segment, self._count = segment, count + 1
+            if key in run.received:
+                raise CutError(
+                    f"the step went another way than when it was traced: {name} where "
+                    f"{run.trace.name(key)} was expected."
+                )
+            if key in run.wanted:
+                run.produced[key] = out
+        return out
+
+
+_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
+
+
+class _NoHandle:
+    """The handle of a hook that runs on another stage."""
+
+    def remove(self) -> None:
+        """Nothing was registered here."""
+
+
+class _Run:
+    """One micro-batch on one stage."""
+
+    def __init__(self, program: StageProgram, received: tuple[Tensor, ...], key: int) -> None:
+        self.program = program
+        self.trace = program._trace
+        self.count = 0
+        self.busy = False
+        self.random = KeyedRandom(key, program._device_type)
+        self._given = dict(zip(program._input_keys, received, strict=True))
+        self._versions = {k: t._version for k, t in self._given.items()}
+        self.received = {
+            k: t.clone() if k in self.trace.written else t for k, t in self._given.items()
+        }
+        self.wanted = frozenset(k for k in program._output_keys if k not in self._given)
+        self.produced: dict[ValueKey, Tensor] = {}
+
+    # ------------------------------------------------------------------ the step
+
+    def execute(self, step: Callable[[], Any]) -> tuple[Tensor, ...] | StepResult:
+        program = self.program
+        units = [(module, self._wrapper(name, module)) for name, module in program._units]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(attributes(self._replacements()))
+                stack.enter_context(attributes(list(routed(units))))
+                if program._needs_mode:
+                    stack.enter_context(_Glue(self))
+                self.random.at(0)
+                value = step()
+        except StageExit:
+            return self._outputs()
+        if not program.is_last:
+            if not program._has_later_calls:
+                return self._outputs()
+            raise CutError(
+                f"stage {program.stage}: the step ended before unit "
+                f"'{self.trace.calls[program._last_call + 1].unit}' was called; when it was traced it "
+                "went on. A step must call the same units in the same order on every micro-batch."
+            )
+        if self.count != len(self.trace.calls):
+            raise CutError(
+                f"the step made {self.count} unit calls, {len(self.trace.calls)} when it was traced. A "
+                "step must call the same units in the same order on every micro-batch."
+            )
+        self.check_real(value, "the step returns")
+        return StepResult(value)
+
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        root = self.program._root
+        log = getattr(root, "log", None)
+        if not self.program.is_last:
+            found = list(silent_metrics(find_metrics(root), lambda _: None))
+            if callable(log):
+                found.append((root, "log", lambda *args, **kwargs: None))
+            return found
+        if not callable(log):
+            return []
+
+        def checked(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+            self.check_real(value, f"self.log('{name}') reads")
+            return log(name, value, *args, **kwargs)
+
+        return [(root, "log", checked)]
+
+    def check_real(self, value: Any, what: str) -> None:
+        """Refuse a value that has no data on this stage."""
+        if any(is_foreign(t) for t in tensors(value)):
+            raise CutError(
+                f"stage {self.program.stage}: {what} a tensor that another stage computes and that the "
+                "trace did not see being used here."
+            )
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        program = self.program
+        for key, tensor in self._given.items():
+            if tensor._version != self._versions[key]:
+                raise CutError(
+                    f"stage {program.stage}: {self.trace.name(key)} was written in place after it was "
+                    "received; when it was traced it was not."
+                )
+        outputs: list[Tensor] = []
+        for key, spec in zip(program._output_keys, program.outputs, strict=True):
+            value = self._given[key] if key in self._given else self.produced.get(key)
+            if value is None or is_foreign(value):
+                raise CutError(
+                    f"stage {program.stage} should send {spec.name}, but "
+                    + ("never made it" if value is None else "has no data for it")
+                    + ": the step went another way than when it was traced."
+                )
+            if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+                raise StageMismatchError(
+                    f"stage {program.stage} should send {spec.name} as {spec.dtype} {spec.shape}, but "
+                    f"made {value.dtype} {tuple(value.shape)}: its shape depends on values. Keep the "
+                    "module around it whole by split_points, or pad it to one shape."
+                )
+            outputs.append(value)
+        return tuple(outputs)
+
+    # ------------------------------------------------------------------ one call
+
+    def _wrapper(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        def wrap(original: Callable[..., Any], entry: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self.busy:
+                    return original(*args, **kwargs)
+                return self._call(name, module, original, entry, args, kwargs)
+
+            return call
+
+        return wrap
+
+    def _call(
+        self,
+        name: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        entry: str,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        index = self.count
+        calls = self.trace.calls
+        if index >= len(calls) or calls[index].unit != name:
+            expected = calls[index].unit if index < len(calls) else "the end of the step"
+            raise CutError(
+                f"stage {self.program.stage}: unit '{name}' was called where '{expected}' was when the "
+                "step was traced. A step must call the same units in the same order on every "
+                "micro-batch."
+            )
+        stage = self.program._cut.stage_of_call[index]
+        if stage > self.program.stage:
+            raise StageExit
+        call = calls[index]
+        if stage == self.program.stage:
+            out = self._own(call, module, original, args, kwargs)
+        else:
+            out = self._ghost(call, module, entry, args, kwargs)
+        self.count += 1
+        self.random.at(index, 2)
+        done = index == self.program._last_call and not self.program._has_later_calls
+        if done and not self.program.is_last and self.wanted <= self.produced.keys():
+            raise StageExit
+        return out
+
+    def _own(
+        self, call: UnitCall, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        arguments, _ = flatten((args, kwargs))
+        for argument in arguments:
+            if is_foreign(argument):
+                raise CutError(
+                    f"unit '{call.unit}' (stage {self.program.stage}) reads a tensor of shape "
+                    f"{tuple(argument.shape)} that another stage computes and that the trace did not "
+                    "see: the step went another way, or wrote it in place unseen."
+                )
+        if not call.in_checkpoint:
+            self.random.at(call.index, 1)
+        self.busy = True
+        try:
+            with function_mode_off(self.program._needs_mode):
+                out = original(*args, **kwargs)
+        finally:
+            self.busy = False
+        self._take(call, module, out, arguments)
+        return out
+
+    def _take(self, call: UnitCall, module: nn.Module, out: Any, arguments: list[Any]) -> None:
+        """Pick the outputs that are sent; a copy where somebody writes them before they leave."""
+        wanted = [k for k in self.wanted if len(k) == 2 and k[0] == call.index]
+        if not wanted:
+            return
+        values = flatten(out)[0]
+        for leaf in call.leaves[call.num_outputs :]:
+            if isinstance(leaf, WrittenArgument):
+                values.append(arguments[leaf.argument])
+            else:
+                assert isinstance(leaf, SideAttribute)
+                values.append(getattr(module.get_submodule(leaf.module), leaf.attribute))
+        for key in wanted:
+            if key[1] < len(values) and isinstance(values[key[1]], Tensor):
+                value = values[key[1]]
+                self.produced[key] = value.clone() if key in self.trace.written else value
+
+    def _ghost(self, call: UnitCall, module: nn.Module, entry: str, args: Any, kwargs: Any) -> Any:
+        """Return what an earlier stage's unit returned, as far as it was sent."""
+        self.busy = True
+        try:
+            arguments = flatten((args, kwargs))[0]
+            values: list[Any] = []
+            for position, leaf in enumerate(call.leaves):
+                key = (call.index, position)
+                if isinstance(leaf, Constant):
+                    values.append(leaf.value)
+                elif isinstance(leaf, Alias):
+                    values.append(arguments[leaf.argument])
+                else:
+                    values.append(self._stand_in(key, leaf, module, arguments))
+            out = unflatten(values[: call.num_outputs], call.structure)
+            if entry == "_call_impl" and module._forward_hooks:
+                _side_effects(module, args, kwargs, out)
+            return out
+        finally:
+            self.busy = False
+
+    def _stand_in(self, key: tuple[int, int], leaf: Any, module: nn.Module, arguments: Any) -> Any:
+        received = self.received.get(key)
+        value = received if received is not None else self.program.ghost(key)
+        if isinstance(leaf, NewTensor):
+            return value
+        if isinstance(leaf, SideAttribute):
+            setattr(module.get_submodule(leaf.module), leaf.attribute, value)
+            return value
+        assert isinstance(leaf, (WrittenOutput, WrittenArgument))
+        argument = arguments[leaf.argument]
+        if is_fake(argument):
+            return value if received is not None else argument
+        if received is not None:
+            argument.copy_(received)
+            return argument
+        return value if isinstance(leaf, WrittenOutput) else argument
+
+    # ------------------------------------------------------------------ glue
+
+    def hook_runs_elsewhere(self, tensor: Any) -> bool:
+        """Tell whether a tensor hook belongs to the sender: the value has no data or was received."""
+        if is_fake(tensor):
+            return True
+        received = any(tensor is value for value in self.received.values())
+        return received and self.count <= self.program._first_call
+
+    def explain(self, name: str, inputs: Any, error: Exception) -> Exception:
+        """Turn a failure that only a ghost can cause into one that says so."""
+        if not any(is_fake(t) for t in tensors(inputs)):
+            return error
+        return CutError(
+            f"stage {self.program.stage}: {name} needs the value of a tensor that an earlier stage "
+            f"computes ({type(error).__name__}: {error})."
+        )
+
+
+def _side_effects(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    """Run the forward hooks of a ghost: they may collect outputs; the value sent went through them."""
+    for identity, hook in list(module._forward_hooks.items()):
+        if identity in module._forward_hooks_with_kwargs:
+            hook(module, args, kwargs, out)  # type: ignore[call-arg]
+        else:
+            hook(module, args, out)

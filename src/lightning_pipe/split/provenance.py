@@ -1,0 +1,304 @@
+"""Where does a tensor come from? Two ledgers, kept while a step is traced.
+
+The operator ledger (a dispatch mode) sees every operator and every alias, and knows for each tensor
+which unit outputs and parameters went into it. The value ledger (a torch-function mode) sees the torch
+calls that the glue makes, in an order that can be repeated, and makes each result a value that may be
+sent. Where a storage is written in place the operator ledger is right and the value ledger is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from lightning_pipe.split._fake import (
+    VALUE_NEEDED,
+    TorchDispatchMode,
+    TorchFunctionMode,
+    is_fake,
+    mutated_arguments,
+    storage_key,
+)
+from lightning_pipe.split.trace import GlueValue, Meta, Source, ValueKey
+from lightning_pipe.split.tree import tensors
+
+Sources = frozenset[Source]
+NOTHING: Sources = frozenset()
+
+
+class ValueNeeded(Exception):
+    """The glue needs the value of a tensor that another stage computes."""
+
+    def __init__(self, function: str, frames: tuple[int, ...]) -> None:
+        super().__init__(f"{function} needs the value of a tensor that another stage computes")
+        self.frames = frames
+
+
+def calling_modules() -> tuple[int, ...]:
+    """Return the ids of the modules whose code is running, innermost first."""
+    found: list[int] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) not in found:
+            found.append(id(owner))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+class OperatorLedger(TorchDispatchMode):
+    """Follows tensors through operators, by identity and by storage.
+
+    Args:
+        parameters: id of each parameter to its name.
+    """
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._sources: dict[int, Sources] = {}
+        self._by_storage: dict[int, list[Tensor]] = {}
+        self._kept: list[Tensor] = []
+        self._inner: dict[int, int] = {}
+        #: index of the unit call that is running, or None in the glue
+        self.inside: int | None = None
+        self.flops = 0
+        self.unit_reads: dict[int, set[str]] = {}
+        self.glue_parameters: set[str] = set()
+        self.leaks: set[int] = set()
+        self.written: set[ValueKey] = set()
+        self.written_storages: set[int] = set()
+        self.random_draws = 0
+        self.value_reads = 0
+        self.reading_modules: set[int] = set()
+
+    def of(self, tensor: Tensor) -> Sources:
+        """Return the unit outputs and parameters that ``tensor`` depends on."""
+        name = self._parameters.get(id(tensor))
+        if name is not None:
+            return frozenset({name})
+        known = self._sources.get(id(tensor))
+        if known is not None:
+            return known
+        aliases = self._by_storage.get(storage_key(tensor), ())
+        return frozenset().union(*(self._sources.get(id(a), NOTHING) for a in aliases))
+
+    def set(self, tensor: Tensor, sources: Sources) -> None:
+        """Record where ``tensor`` comes from, and keep it alive so that its id stays its own."""
+        self._sources[id(tensor)] = sources
+        self._kept.append(tensor)
+        self._by_storage.setdefault(storage_key(tensor), []).append(tensor)
+
+    def write(self, tensor: Tensor, sources: Sources) -> None:
+        """Record that the storage of ``tensor`` was written with values from ``sources``."""
+        key = storage_key(tensor)
+        aliases = self._by_storage.get(key, [])
+        before = self.of(tensor).union(*(self._sources.get(id(a), NOTHING) for a in aliases))
+        self.written.update(s for s in before if not isinstance(s, str))
+        if sources or before:
+            self.written_storages.add(key)
+        for alias in aliases:
+            self._sources[id(alias)] = self._sources.get(id(alias), NOTHING) | sources
+        self.set(tensor, self.of(tensor) | sources)
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Tell whether the storage of ``tensor`` was written in place by now."""
+        return storage_key(tensor) in self.written_storages
+
+    def note_leak(self, tensor: Tensor) -> None:
+        """Record a tensor that was made inside a unit, is no output of it, and is used outside."""
+        maker = self._inner.get(id(tensor))
+        if maker is not None and id(tensor) not in self._sources and not self.of(tensor):
+            self.leaks.add(maker)
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        kwargs = kwargs or {}
+        inputs = tensors((args, kwargs))
+        if self.inside is not None:
+            return self._inside_unit(func, args, kwargs, inputs)
+        return self._in_glue(func, args, kwargs, inputs)
+
+    def _inside_unit(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        assert self.inside is not None
+        names = {self._parameters[id(t)] for t in inputs if id(t) in self._parameters}
+        if names:
+            self.unit_reads.setdefault(self.inside, set()).update(names)
+        out = func(*args, **kwargs)
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if count is not None:
+            self.flops += int(count(*args, **kwargs, out_val=out))
+        for tensor in tensors(out):
+            self._inner[id(tensor)] = self.inside
+            self._kept.append(tensor)
+        return out
+
+    def _in_glue(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        sources = NOTHING.union(*(self.of(t) for t in inputs))
+        self.glue_parameters.update(s for s in sources if isinstance(s, str))
+        if "prim.device" not in str(func):
+            for tensor in inputs:
+                self.note_leak(tensor)
+        tags = getattr(func, "tags", ())
+        reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        if reads and any(not isinstance(s, str) for s in sources):
+            self.value_reads += 1
+            self.reading_modules.update(calling_modules()[:1])
+        if torch.Tag.nondeterministic_seeded in tags:
+            self.random_draws += 1
+        out = func(*args, **kwargs)
+        written = mutated_arguments(func, args, kwargs)
+        for tensor in written:
+            self.write(tensor, sources)
+        ids = {id(t) for t in written}
+        for tensor in tensors(out):
+            if id(tensor) not in ids:
+                self.set(tensor, sources)
+        return out
+
+
+#: torch calls that turn a tensor into plain Python data, and what stands for it while tracing
+_PLACEHOLDERS = {
+    "item": lambda t: 1.0 if t.is_floating_point() else 1,
+    "tolist": lambda t: torch.ones(t.shape, dtype=t.dtype).tolist(),
+    "numpy": lambda t: torch.ones(t.shape, dtype=t.dtype).numpy(),
+    "__array__": lambda t: torch.ones(t.shape, dtype=t.dtype).numpy(),
+    "__float__": lambda t: 1.0,
+    "__int__": lambda t: 1,
+    "__index__": lambda t: 1,
+    "__format__": lambda t: "1.0",
+}
+
+
+_BINARY = frozenset("add sub mul truediv floordiv mod pow matmul and or xor div".split())
+
+
+def function_name(func: Any) -> str:
+    """Name a torch function so that ``a + b``, ``b.__radd__(a)`` and ``a += b`` have one name."""
+    name = str(getattr(func, "__name__", func)).strip("_")
+    return name[1:] if name[:1] in "ri" and name[1:] in _BINARY else name
+
+
+class ValueLedger(TorchFunctionMode):
+    """Numbers the torch calls of the glue and keeps the graph of their results.
+
+    Args:
+        operators: The operator ledger of the same trace.
+    """
+
+    def __init__(self, operators: OperatorLedger) -> None:
+        super().__init__()
+        self._operators = operators
+        self._values: dict[int, Sources] = {}
+        self._kept: list[Tensor] = []
+        self._results: dict[tuple[int, int, int], Tensor] = {}
+        self._segment = 0
+        self._count = 0
+        self._paused = False
+        #: number of unit calls so far
+        self.segment = 0
+        self.glue: dict[tuple[int, int, int], GlueValue] = {}
+        self.control: set[Source] = set()
+        self.random_calls: set[tuple[int, int]] = set()
+        #: (segment, sources, modules on the stack) of values that were read as Python data
+        self.reads: list[tuple[int, Sources, tuple[int, ...]]] = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not look: a unit is running, or we are doing our own bookkeeping."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def of(self, tensor: Tensor) -> Sources:
+        """Return the nearest values that ``tensor`` is made of."""
+        if self._operators.is_written(tensor):
+            return self._operators.of(tensor)
+        known = self._values.get(id(tensor))
+        return known if known is not None else self._operators.of(tensor)
+
+    def of_all(self, value: Any) -> Sources:
+        """Return the nearest values that all tensors in ``value`` are made of."""
+        return NOTHING.union(*(self.of(t) for t in tensors(value)))
+
+    def set(self, tensor: Tensor, sources: Sources) -> None:
+        """Record what ``tensor`` is made of."""
+        self._values[id(tensor)] = sources
+        self._kept.append(tensor)
+
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        inputs = tensors((args, kwargs))
+        parents = NOTHING.union(*(self.of(t) for t in inputs))
+        place = (self.segment, self._count if self._segment == self.segment else 0)
+        reads, draws = self._operators.value_reads, self._operators.random_draws
+        try:
+            out = func(*args, **kwargs)
+        except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
+            out = self._placeholder(func, inputs, parents, error)
+        if self._operators.value_reads != reads:
+            self.control |= parents
+        if self._operators.random_draws != draws:
+            self.random_calls.add(place)
+        self._record(func, out, inputs, parents)
+        return out
+
+    def _placeholder(
+        self, func: Any, inputs: list[Tensor], parents: Sources, error: Exception
+    ) -> Any:
+        name = str(getattr(func, "__name__", func))
+        fakes = [t for t in inputs if is_fake(t)]
+        if not fakes or (name not in _PLACEHOLDERS and not isinstance(error, VALUE_NEEDED)):
+            raise error
+        if name not in _PLACEHOLDERS:
+            raise ValueNeeded(name, calling_modules()) from error
+        self.reads.append((self.segment, parents, calling_modules()))
+        with self.paused():
+            return _PLACEHOLDERS[name](fakes[0])
+
+    def _record(self, func: Any, out: Any, inputs: list[Tensor], parents: Sources) -> None:
+        outputs = tensors(out)
+        if not outputs:
+            return
+        if self._segment != self.segment:
+            self._segment, self._count = self.segment, 0
+        key = (-1, self.segment, self._count)
+        self._count += 1
+        for tensor in outputs:
+            self._kept.append(tensor)
+        if not isinstance(out, Tensor):
+            for tensor in outputs:
+                self._values[id(tensor)] = parents
+            return
+        if any(out is t for t in inputs):
+            self._values[id(out)] = parents | self.of(out)
+            return
+        sources = parents or self._operators.of(out)
+        if all(isinstance(s, str) for s in sources):
+            # made of parameters and the batch only: every stage that needs it makes it again
+            self._values[id(out)] = sources
+            return
+        self._results[key] = out
+        self._values[id(out)] = frozenset({key})
+        self.glue[key] = GlueValue(
+            key, function_name(func), sources, Meta.of(out), torch.is_grad_enabled()
+        )
+
+    def close(self) -> None:
+        """Bar values from crossing whose storage was written: a receiver would not see the write."""
+        for key, result in self._results.items():
+            if self._operators.is_written(result):
+                self.glue[key].can_cross = False

@@ -1,0 +1,200 @@
+"""What a trace is: the unit calls of one step, the glue between them, and who reads what.
+
+A *value* is an output leaf of a unit call, or the result of one torch call in the glue. The trace holds
+the graph of values by their keys:
+
+    (call, leaf)          leaf ``leaf`` of unit call ``call``
+    (-1, segment, k)      the k-th tensor-returning torch call after ``segment`` unit calls
+    "blocks.0.weight"     a parameter that the glue reads
+
+It knows nothing of stages: :mod:`lightning_pipe.split.cut` places the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.split._fake import empty_fake
+from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.split.tree import TreeSpec
+
+ValueKey = Union[tuple[int, int], tuple[int, int, int]]
+Source = Union[tuple[int, int], tuple[int, int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Everything about a tensor but its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Describe ``tensor``."""
+        strided = tensor.layout is torch.strided
+        stride = tuple(tensor.stride()) if strided else (0,) * tensor.dim()
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a send moves; expanded dimensions (stride 0) are counted once."""
+        count = 1
+        for size, step in zip(self.shape, self.stride, strict=True):
+            count *= 1 if step == 0 else size
+        return count * self.dtype.itemsize
+
+    def ghost(self) -> Tensor:
+        """Make a fake tensor of this description, without a gradient."""
+        return empty_fake(self.shape, self.stride, self.dtype, self.device)
+
+    def spec(self, name: str) -> ValueSpec:
+        """Describe the value as it crosses a boundary."""
+        return ValueSpec(name, self.shape, self.dtype, self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """An output leaf that the unit made."""
+
+    meta: Meta
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """An output leaf that is the argument itself; nothing needs to be sent."""
+
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An output leaf that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenOutput:
+    """An output leaf that is an argument which the unit wrote in place."""
+
+    argument: int
+    meta: Meta
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenArgument:
+    """An argument that the unit wrote in place and did not return."""
+
+    argument: int
+    meta: Meta
+
+
+@dataclass(frozen=True, slots=True)
+class SideAttribute:
+    """A tensor that the unit left in an attribute of itself (an auxiliary loss, say)."""
+
+    module: str
+    attribute: str
+    meta: Meta
+
+
+Leaf = Union[NewTensor, Alias, Constant, WrittenOutput, WrittenArgument, SideAttribute]
+
+
+@dataclass(slots=True)
+class UnitCall:
+    """One call of a unit.
+
+    ``leaves[:num_outputs]`` rebuild what the call returned, the rest are extra outputs that travel
+    beside it. ``inputs`` are the values and glue parameters that the arguments are made of, nearest
+    first known value; ``unit_inputs`` the same in terms of unit outputs only.
+    """
+
+    index: int
+    unit: str
+    inputs: frozenset[Source]
+    unit_inputs: frozenset[Source]
+    structure: TreeSpec
+    leaves: tuple[Leaf, ...]
+    num_outputs: int
+    foreign_parameters: frozenset[str] = frozenset()
+    in_checkpoint: bool = False
+    flops: int = 0
+    parameters: int = 0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+
+    def meta(self, leaf: int) -> Meta:
+        """Describe the tensor at ``leaf``."""
+        kind = self.leaves[leaf]
+        assert not isinstance(kind, (Alias, Constant))
+        return kind.meta
+
+
+@dataclass(slots=True)
+class GlueValue:
+    """The result of one torch call between units."""
+
+    key: tuple[int, int, int]
+    function: str
+    parents: frozenset[Source]
+    meta: Meta
+    can_cross: bool
+
+
+@dataclass(slots=True)
+class Trace:
+    """One step, seen once. Built by :func:`lightning_pipe.split.analyse.trace_step`."""
+
+    calls: tuple[UnitCall, ...] = ()
+    glue: dict[tuple[int, int, int], GlueValue] = field(default_factory=dict)
+    #: what the tail reads: the returned value, logged values, metrics, attributes that were set
+    tail_inputs: frozenset[Source] = frozenset()
+    tail_unit_inputs: frozenset[Source] = frozenset()
+    #: values that somebody turned into a Python number on the way: every later stage needs them
+    control: frozenset[Source] = frozenset()
+    #: unit outputs whose storage is written later
+    written: frozenset[ValueKey] = frozenset()
+    #: glue calls that draw random numbers
+    random_glue: frozenset[tuple[int, int]] = frozenset()
+    glue_parameters: frozenset[str] = frozenset()
+    glue_reads_by_unit: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    changed_buffers: frozenset[str] = frozenset()
+    ghost_attributes: frozenset[tuple[str, str]] = frozenset()
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    training: bool = True
+    on_fakes: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Units that were called, in the order of their first call."""
+        return tuple(dict.fromkeys(call.unit for call in self.calls))
+
+    def meta(self, key: ValueKey) -> Meta:
+        """Describe the value ``key``."""
+        if len(key) == 3:
+            return self.glue[key].meta
+        return self.calls[key[0]].meta(key[1])
+
+    def name(self, key: ValueKey) -> str:
+        """Name a value for people and for the wire."""
+        if len(key) == 3:
+            return f"{self.glue[key].function} after call {key[1]} (#{key[2]})"
+        return f"{self.calls[key[0]].unit}[{key[1]}] of call {key[0]}"
+
+    def digest_text(self) -> str:
+        """A text that is equal on two ranks exactly if they saw the same step."""
+        calls = [(c.unit, sorted(map(str, c.inputs)), c.leaves, c.flops) for c in self.calls]
+        glue = [(g.key, g.function, sorted(map(str, g.parents)), g.meta) for g in self.glue.values()]
+        return repr((calls, glue, sorted(map(str, self.tail_inputs)), sorted(self.glue_parameters)))

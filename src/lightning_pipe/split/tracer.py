@@ -1,0 +1,410 @@
+"""Run a step once and write down its unit calls.
+
+Units run on fakes: no memory, no compute. A unit whose code cannot run on fakes (its shapes depend on
+values) runs on random inputs of the same shapes instead. With ``real=True`` everything runs for real:
+the way out for a step whose glue needs values on its way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.split._fake import (
+    GHOSTS,
+    TorchDispatchMode,
+    as_fake,
+    is_fake,
+    storage_key,
+    without_modes,
+)
+from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
+from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
+from lightning_pipe.split.rng import KeyedRandom
+from lightning_pipe.split.snapshot import Snapshot, holds_fake
+from lightning_pipe.split.trace import (
+    Alias,
+    Constant,
+    Leaf,
+    Meta,
+    NewTensor,
+    SideAttribute,
+    Source,
+    Trace,
+    UnitCall,
+    WrittenArgument,
+    WrittenOutput,
+)
+from lightning_pipe.split.tree import TreeSpec, flatten, map_tensors, tensors, unflatten
+
+
+class KeepWhole(Exception):
+    """A unit must not be cut out of the module ``name``."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name or 'the module'} stays whole: {reason}")
+        self.name = name
+
+
+class _Inside(TorchDispatchMode):
+    """Puts the operator ledger above the fake mode while a unit runs."""
+
+    def __init__(self, ledger: OperatorLedger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        return self._ledger.__torch_dispatch__(func, types, args, kwargs)
+
+
+class _SavedBytes:
+    """Counts the bytes that autograd keeps for the backward, parameters and doubles left out."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self._seen: set[int] = set()
+        self.total_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count one saved tensor."""
+        key = storage_key(tensor)
+        if id(tensor) not in self._parameters and key not in self._seen:
+            self._seen.add(key)
+            self.total_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context that counts."""
+        return saved_tensors_hooks(self.pack, lambda packed: packed)
+
+
+class Tracer:
+    """Traces one step. Build one for each attempt; :meth:`run` may be called once.
+
+    Args:
+        root: The user's module.
+        units: Name to module, from :func:`lightning_pipe.split.units.find_units`.
+        real: Run everything for real instead of on fakes.
+        key: Random key of the traced micro-batch.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Mapping[str, nn.Module], *, real: bool, key: int
+    ) -> None:
+        self._root = root
+        self._units = units
+        self._real = real
+        self._random = KeyedRandom(key)
+        named = list(root.named_parameters(remove_duplicate=False))
+        self._first_name: dict[int, str] = {}
+        self._all_names: dict[str, tuple[str, ...]] = {}
+        for name, parameter in named:
+            first = self._first_name.setdefault(id(parameter), name)
+            self._all_names[first] = (*self._all_names.get(first, ()), name)
+        self._module_names = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
+        self.operators = OperatorLedger(self._first_name)
+        self.values = ValueLedger(self.operators)
+        self.calls: list[UnitCall] = []
+        self.notes: list[str] = []
+        self._busy = False
+        self._sinks: set[Source] = set()
+        self._unit_sinks: set[Source] = set()
+
+    # ------------------------------------------------------------------ the step
+
+    def run(self, step: Callable[[Any], Any], batch: Any) -> Trace:
+        """Run ``step(batch)`` and return what was seen; the module is left as it was."""
+        snapshot = Snapshot(self._root)
+        units = [(m, self._wrapper(name, m)) for name, m in self._units.items()]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(attributes(self._replacements()))
+                stack.enter_context(attributes(list(routed(units))))
+                stack.enter_context(self.operators)
+                stack.enter_context(self.values)
+                with self.values.paused():
+                    batch = map_tensors(torch.clone, batch)
+                self._random.at(0)
+                result = step(batch)
+                with self.values.paused(), without_modes():
+                    self._sink(result)
+                    trace = self._finish(snapshot)
+        finally:
+            snapshot.restore()
+            GHOSTS.tainted.clear()
+        return trace
+
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        found = list(silent_metrics(find_metrics(self._root), self._sink))
+        if callable(getattr(self._root, "log", None)):
+            found.append((self._root, "log", lambda name, value, *a, **k: self._sink(value)))
+        return found
+
+    def _sink(self, value: Any) -> None:
+        """The tail reads ``value``: the last stage must have it."""
+        for tensor in tensors(value):
+            self._sinks |= self.values.of(tensor)
+            self._unit_sinks |= self.operators.of(tensor)
+            self.operators.note_leak(tensor)
+
+    def _finish(self, snapshot: Snapshot) -> Trace:
+        changed, ghosts = set(), set()
+        for module, attribute, value in snapshot.changed_attributes():
+            changed.add((module, attribute))
+            self._sink(_contents(value))
+            if holds_fake(value):
+                ghosts.add((module, attribute))
+        self.values.close()
+        for segment, sources, _ in self.values.reads:
+            if segment == len(self.calls):
+                self._sinks |= sources
+        reads = {
+            self.calls[i].unit: frozenset(names) for i, names in self.operators.unit_reads.items()
+        }
+        return Trace(
+            calls=tuple(self.calls),
+            glue=self.values.glue,
+            tail_inputs=frozenset(self._sinks),
+            tail_unit_inputs=frozenset(self._unit_sinks),
+            control=frozenset(self.values.control),
+            written=frozenset(self.operators.written),
+            random_glue=frozenset(self.values.random_calls),
+            glue_parameters=frozenset(self.operators.glue_parameters),
+            glue_reads_by_unit=reads,
+            changed_attributes=frozenset(changed),
+            changed_buffers=frozenset(snapshot.changed_buffers()),
+            ghost_attributes=frozenset(ghosts),
+            parameters=self._all_names,
+            training=torch.is_grad_enabled(),
+            on_fakes=not self._real,
+            notes=tuple(self.notes),
+        )
+
+    # ------------------------------------------------------------------ one unit call
+
+    def _wrapper(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        def wrap(original: Callable[..., Any], entry: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self._busy:
+                    return original(*args, **kwargs)
+                return self._call(name, module, original, args, kwargs)
+
+            return call
+
+        return wrap
+
+    def _call(
+        self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        index = len(self.calls)
+        arguments, structure = flatten((args, kwargs))
+        given = [a for a in arguments if isinstance(a, Tensor)]
+        with self.values.paused():
+            inputs = Sources().union(*(self.values.of(t) for t in given))
+            unit_inputs = Sources().union(*(self.operators.of(t) for t in given))
+            for tensor in given:
+                self.operators.note_leak(tensor)
+            in_checkpoint = self._check_frames(name, module)
+            if not in_checkpoint:
+                self._random.at(index, 1)
+            before = _tensor_attributes(module)
+            saved = _SavedBytes({id(p) for p in module.parameters()})
+            flops = self.operators.flops
+            self._busy, self.operators.inside = True, index
+            try:
+                with saved.hooks():
+                    out, written = self._execute(name, module, original, arguments, structure)
+            finally:
+                self._busy, self.operators.inside = False, None
+            leaves, num_outputs, out_structure = self._outputs(
+                index, module, out, arguments, written, before
+            )
+            self.calls.append(
+                UnitCall(
+                    index,
+                    name,
+                    inputs,
+                    unit_inputs,
+                    out_structure,
+                    leaves,
+                    num_outputs,
+                    in_checkpoint=in_checkpoint,
+                    flops=self.operators.flops - flops,
+                    parameters=sum(p.numel() for p in module.parameters()),
+                    parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+                    activation_bytes=saved.total_bytes,
+                )
+            )
+            self.values.segment = len(self.calls)
+            self._random.at(index, 2)
+        return out
+
+    def _execute(
+        self,
+        name: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        arguments: list[Any],
+        structure: TreeSpec,
+    ) -> tuple[Any, set[int]]:
+        """Run the unit; return its output and the positions of the arguments that it wrote."""
+        if self._real:
+            versions = _versions(arguments)
+            args, kwargs = unflatten(arguments, structure)
+            return original(*args, **kwargs), _written(arguments, versions)
+        fakes = [as_fake(a) if isinstance(a, Tensor) else a for a in arguments]
+        versions = _versions(fakes)
+        args, kwargs = unflatten(fakes, structure)
+        used = fakes
+        try:
+            with GHOSTS, _Inside(self.operators):
+                out = original(*args, **kwargs)
+        except Exception as error:
+            if any(is_fake(p) for p in module.parameters()):
+                raise CutError(
+                    f"unit '{name}' cannot be traced: its code needs values ({type(error).__name__}: "
+                    f"{error}) and its weights are on another rank; give batches of one shape."
+                ) from error
+            self.notes.append(f"{name} ran on random inputs ({type(error).__name__})")
+            used = [_random_like(a) for a in arguments]
+            versions = _versions(used)
+            args, kwargs = unflatten(used, structure)
+            with _Inside(self.operators):
+                out = original(*args, **kwargs)
+        originals = {id(u): a for u, a in zip(used, arguments, strict=True) if isinstance(u, Tensor)}
+        leaves, out_structure = flatten(out)
+        leaves = [
+            originals[id(x)] if id(x) in originals else as_fake(x) if isinstance(x, Tensor) else x
+            for x in leaves
+        ]
+        return unflatten(leaves, out_structure), _written(used, versions)
+
+    def _outputs(
+        self,
+        index: int,
+        module: nn.Module,
+        out: Any,
+        arguments: list[Any],
+        written: set[int],
+        before: dict[tuple[str, str], int],
+    ) -> tuple[tuple[Leaf, ...], int, TreeSpec]:
+        """Classify every output, and the extra outputs, and record where they come from."""
+        values, structure = flatten(out)
+        position = {id(a): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
+        leaves: list[Leaf] = []
+        returned: set[int] = set()
+        for value in values:
+            key = frozenset({(index, len(leaves))})
+            if not isinstance(value, Tensor):
+                leaves.append(Constant(value))
+            elif id(value) not in position:
+                leaves.append(NewTensor(Meta.of(value)))
+                self.operators.set(value, key)
+                self.values.set(value, key)
+            elif position[id(value)] in written:
+                leaves.append(WrittenOutput(position[id(value)], Meta.of(value)))
+                returned.add(position[id(value)])
+                self._overwrite(value, key)
+            else:
+                leaves.append(Alias(position[id(value)]))
+        num_outputs = len(leaves)
+        for n in sorted(written - returned):
+            self.operators.write(arguments[n], frozenset({(index, len(leaves))}))
+            leaves.append(WrittenArgument(n, Meta.of(arguments[n])))
+        for (inner, attribute), identity in _tensor_attributes(module).items():
+            value = getattr(module.get_submodule(inner), attribute)
+            if before.get((inner, attribute)) != identity and id(value) not in position:
+                key = frozenset({(index, len(leaves))})
+                leaves.append(SideAttribute(inner, attribute, Meta.of(value)))
+                self.operators.set(value, key)
+                self.values.set(value, key)
+        return tuple(leaves), num_outputs, structure
+
+    def _overwrite(self, tensor: Tensor, key: Sources) -> None:
+        """An in-place unit returned its input: the tensor now *is* the unit's output."""
+        before = self.operators.of(tensor)
+        self.operators.write(tensor, key)
+        self.operators.set(tensor, key | before)
+
+    # ------------------------------------------------------------------ what must stay whole
+
+    def _check_frames(self, name: str, module: nn.Module) -> bool:
+        """Look at who calls the unit; return whether it is itself the region of a checkpoint.
+
+        Raises:
+            KeepWhole: A custom autograd function, or a checkpoint region wider than the unit, calls it.
+        """
+        hidden = not torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        innermost: str | None = None
+        in_function = False
+        for frame in _frames():
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                if innermost not in (None, name):
+                    raise KeepWhole(str(innermost), "it is recomputed as one region")
+                return True
+            if hidden and any(isinstance(v, FunctionCtx) for v in frame.f_locals.values()):
+                in_function = True
+            owner = frame.f_locals.get("self")
+            owner_name = self._module_names.get(id(owner)) if isinstance(owner, nn.Module) else None
+            if not owner_name:
+                continue
+            innermost = owner_name
+            if in_function and name.startswith(owner_name + "."):
+                raise KeepWhole(owner_name, "a custom autograd function calls its children")
+        return False
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _contents(value: Any) -> Any:
+    return list(value) if isinstance(value, set) else value
+
+
+def _versions(values: list[Any]) -> list[int | None]:
+    return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
+
+
+def _written(values: list[Any], before: list[int | None]) -> set[int]:
+    return {
+        n
+        for n, (value, version) in enumerate(zip(values, before, strict=True))
+        if version is not None and value._version != version
+    }
+
+
+def _random_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not is_fake(value):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if value.is_floating_point():
+        made = torch.randn(value.shape, device=value.device).to(value.dtype)
+        return made.requires_grad_(value.requires_grad)
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _tensor_attributes(module: nn.Module) -> dict[tuple[str, str], int]:
+    """Identify the tensors that are plain attributes of ``module`` or of anything inside it."""
+    return {
+        (name, key): id(value)
+        for name, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if isinstance(value, Tensor)
+    }
+

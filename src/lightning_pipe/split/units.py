@@ -1,0 +1,137 @@
+"""Find the units of a module: the submodules whose calls are placed whole.
+
+Coarse first: the children of containers are the blocks that people think in. Then the largest unit is
+opened while it is too big for a good balance or while there are too few units for the stages. A module
+without parameters is never a unit: it costs nothing to hold, so it runs wherever its inputs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+#: their forward reads the children's weights directly
+_NEVER_OPENED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.adaptive.AdaptiveLogSoftmaxWithLoss)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Number of elements in the parameters of ``module``, shared ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Tell whether ``module`` or anything inside it has a parameter."""
+    return next(module.parameters(), None) is not None
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a torchmetrics object, without importing torchmetrics."""
+    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
+
+
+def has_blocks(module: nn.Module) -> bool:
+    """Tell whether a container with more than one child that has parameters is inside ``module``."""
+    return any(
+        isinstance(m, _CONTAINERS) and sum(1 for c in m.children() if has_parameters(c)) > 1
+        for m in module.modules()
+    )
+
+
+def find_units(
+    root: nn.Module,
+    num_stages: int,
+    *,
+    keep_whole: Set[str] = frozenset(),
+    open_up: Set[str] = frozenset(),
+) -> dict[str, nn.Module]:
+    """Choose the units of ``root`` for ``num_stages`` stages.
+
+    Args:
+        root: The user's module.
+        num_stages: Stages that the units will be dealt to; decides how fine the units must be.
+        keep_whole: Names that must not be opened (a reversible block, a router and its experts).
+        open_up: Names that must be opened because a tensor inside them is used outside.
+
+    Returns:
+        Name to module, in the order of ``root.named_modules()``; a module with two names is one unit.
+    """
+    units = dict(_coarse("", root, keep_whole, open_up, inside_container=False, top=True))
+    _refine(units, num_parameters(root), num_stages, keep_whole)
+    order = {name: i for i, (name, _) in enumerate(root.named_modules(remove_duplicate=False))}
+    seen: set[int] = set()
+    result: dict[str, nn.Module] = {}
+    for name in sorted(units, key=order.__getitem__):
+        if id(units[name]) not in seen:
+            seen.add(id(units[name]))
+            result[name] = units[name]
+    return result
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _coarse(
+    name: str,
+    module: nn.Module,
+    keep_whole: Set[str],
+    open_up: Set[str],
+    *,
+    inside_container: bool,
+    top: bool = False,
+) -> Iterator[tuple[str, nn.Module]]:
+    if is_metric(module) or not has_parameters(module):
+        return
+    is_list = isinstance(module, _LISTS)
+    whole = name in keep_whole or (
+        name not in open_up
+        and not isinstance(module, nn.Sequential)
+        and (inside_container or not has_blocks(module))
+    )
+    if not top and not is_list and (whole or not any(module.children())):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _coarse(
+            _join(name, child_name),
+            child,
+            keep_whole,
+            open_up,
+            inside_container=isinstance(module, _CONTAINERS),
+        )
+
+
+def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        full = _join(name, child_name)
+        if is_metric(child) or not has_parameters(child):
+            continue
+        if isinstance(child, _CONTAINERS):
+            yield from _children(full, child)
+        else:
+            yield full, child
+
+
+def _refine(
+    units: dict[str, nn.Module], total: int, num_stages: int, keep_whole: Set[str]
+) -> None:
+    settled = set(keep_whole)
+    while candidates := [(num_parameters(m), n) for n, m in units.items() if n not in settled]:
+        size, name = max(candidates)
+        few = len(units) < 2 * num_stages
+        if size <= total / (2 * num_stages) and not few:
+            return
+        module = units[name]
+        opened = dict(_children(name, module))
+        large = few or size > 0.8 * total / num_stages
+        can_open = not isinstance(module, _NEVER_OPENED) and (
+            has_blocks(module) or (large and len(opened) >= 2)
+        )
+        if not can_open or not opened:
+            settled.add(name)
+            continue
+        del units[name]
+        units.update(opened)

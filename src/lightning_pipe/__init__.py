@@ -2,14 +2,14 @@
 
     trainer = Trainer(strategy="pipeline", devices=4)
 
-The names below are loaded when they are first used, so `import lightning_pipe` and `import lightning_pipe.planning`
-need no torch and take milliseconds.
+The names below are loaded when they are first used: `import lightning_pipe` and
+`import lightning_pipe.planning` need no torch and take milliseconds.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_pipe import _plugin
+from _lightning_pipe_autoload import listen
 
 if TYPE_CHECKING:
     from lightning_pipe.errors import (
@@ -76,4 +76,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_plugin.install()
+listen()  # importing the package registers the strategies, with or without the plug-in

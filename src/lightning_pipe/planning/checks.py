@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from lightning_pipe.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from lightning_pipe.planning.ir import Action, Schedule
+    from lightning_pipe.planning.ir import Schedule
 
 __all__ = ["check_actions", "check_complete", "deadlock"]
+
+_SHOWN = 16  # stuck ranks that an error lists
 
 
 def check_actions(schedule: Schedule) -> None:
@@ -49,45 +51,54 @@ def check_actions(schedule: Schedule) -> None:
 def check_complete(schedule: Schedule) -> None:
     """Every (stage, micro-batch) has its F and, when training, its B or its I and W."""
     found: dict[tuple[int, int], str] = defaultdict(str)
+    rank_of: dict[int, int] = {}
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
             found[action.stage, action.microbatch] += action.op.value
+            rank_of[action.stage] = rank
     legal = {"BF", "FIW"} if schedule.has_backward else {"F"}
-    rank_of = schedule.stage_to_rank
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            ops = found[stage, microbatch]
-            if "".join(sorted(ops)) not in legal:
-                raise _incomplete(schedule.name, rank_of[stage], stage, microbatch, ops, legal)
+            ops = "".join(sorted(found[stage, microbatch]))
+            if ops not in legal:
+                raise _incomplete(schedule, rank_of.get(stage), (stage, microbatch), ops)
 
 
 def _incomplete(
-    name: str, rank: int, stage: int, microbatch: int, ops: str, legal: set[str]
+    schedule: Schedule, rank: int | None, where: tuple[int, int], ops: str
 ) -> ScheduleError:
-    if "F" not in ops:
-        fault, op = "is missing", "F"
-    elif "B" in ops:
-        fault, op = "is a second backward beside B", "I" if "I" in ops else "W"
-    elif "I" in ops:
-        fault, op = "is missing", "W"
-    elif "W" in ops:
-        fault, op = "is missing", "I"
+    """The error for a (stage, micro-batch) that has only ``ops``, or too many."""
+    stage, microbatch = where
+    op = "F" if "F" not in ops else {"FI": "W", "FW": "I"}.get(ops, "B")
+    text, step = f"{stage}{op}{microbatch}", None
+    wanted = "F and either B or I and W" if schedule.has_backward else "F"
+    if "B" in ops and op == "B":
+        text = f"{stage}{'I' if 'I' in ops else 'W'}{microbatch}"
+        fault = f"{text} is a second backward beside {stage}B{microbatch}"
+        assert rank is not None, "a stage with actions has a rank"
+        step = [str(action) for action in schedule.orders[rank]].index(text)
+    elif rank is None:
+        fault = f"{text} is missing, no rank has stage {stage}"
     else:
-        fault, op = "is missing", "B"
-    wanted = "F and either B or I and W" if len(legal) > 1 else "F"
-    where = f"rank {rank}" if rank >= 0 else "no rank"
+        fault = f"{text} is missing"
+        step = len(schedule.orders[rank])
+    place = "" if rank is None else f"rank {rank}, step {step}: "
     return ScheduleError(
-        f"{name}: {where}: {stage}{op}{microbatch} {fault}; stage {stage} needs {wanted} of "
-        f"micro-batch {microbatch}, got {' '.join(ops) or 'nothing'}",
-        rank=rank if rank >= 0 else None,
-        action=f"{stage}{op}{microbatch}",
+        f"{schedule.name}: {place}{fault}; stage {stage} needs {wanted} of micro-batch "
+        f"{microbatch}, got {' '.join(ops) or 'nothing'}",
+        rank=rank,
+        step=step,
+        action=text,
     )
 
 
 def deadlock(schedule: Schedule, steps: list[int]) -> ScheduleError:
-    """The error for orders that wait for each other; the blame is on a rank that waits for itself,
-    if there is one."""
-    stuck: list[tuple[bool, int, int, Action, str]] = []
+    """The error for orders that wait for each other, from the step at which each rank is stuck.
+
+    The blame is on a rank that goes backward before its own forward, or waits for itself in some
+    other way, if there is one.
+    """
+    stuck: list[tuple[bool, int, int, str, str]] = []
     rank_of = schedule.stage_to_rank
     for rank, step in enumerate(steps):
         action = schedule.orders[rank][step] if step < len(schedule.orders[rank]) else None
@@ -95,19 +106,21 @@ def deadlock(schedule: Schedule, steps: list[int]) -> ScheduleError:
             continue
         needed = schedule.needs(action)
         assert needed is not None, "only an action that waits can be stuck"
-        backward = needed < 0
-        stage, microbatch = divmod(-1 - needed if backward else needed, schedule.num_microbatches)
-        value = "input gradient" if backward else "output"
-        source = f"the {value} of {stage}{'B' if backward else 'F'}{microbatch}"
-        waits = f"rank {rank}, step {step}: {action} waits for {source} on rank {rank_of[stage]}"
-        stuck.append((rank_of[stage] != rank, rank, step, action, waits))
-    _, rank, step, action, _ = min(stuck, key=lambda entry: entry[:3])
-    lines = [f"{waits}{'  <-- ERROR HERE' if at == rank else ''}" for _, at, _, _, waits in stuck]
+        stage, microbatch = divmod(max(needed, -1 - needed), schedule.num_microbatches)
+        value = f"input gradient of {stage}B" if needed < 0 else f"output of {stage}F"
+        waits = f"{action} waits for the {value}{microbatch} on rank {rank_of[stage]}"
+        own = f"{action.stage}F{action.microbatch}"
+        alone = rank_of[stage] == rank or own in map(str, schedule.orders[rank][step + 1 :])
+        stuck.append((not alone, rank, step, str(action), waits))
+    _, rank, step, text, _ = min(stuck)
+    lines = [
+        f"rank {at}, step {when}: {waits}{'  <-- ERROR HERE' if at == rank else ''}"
+        for _, at, when, _, waits in stuck[:_SHOWN]
+    ]
     return ScheduleError(
-        f"{schedule.name}: deadlock at rank {rank}, step {step}, action {action}; every rank that "
-        "is "
-        "left waits for one that does not come:\n  " + "\n  ".join(lines),
+        f"{schedule.name}: deadlock at rank {rank}, step {step}, action {text}; the ranks wait for "
+        "each other for ever:\n  " + "\n  ".join(lines),
         rank=rank,
         step=step,
-        action=str(action),
+        action=text,
     )

@@ -20,7 +20,7 @@ from lightning_pipe.planning.checks import check_actions, check_complete, deadlo
 
 __all__ = ["Action", "Op", "Order", "Schedule"]
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Op(str, Enum):
@@ -162,8 +162,7 @@ class Schedule:
         return self
 
     def execution(self) -> Iterator[tuple[int, int, Action]]:
-        """Yields (rank, step, action) in an order in which everything that an action waits for came
-        before it.
+        """Yields (rank, step, action); whatever an action waits for comes before it.
 
         Raises:
             ScheduleError: The schedule deadlocks; what was yielded until then is what ran.
@@ -192,8 +191,10 @@ class Schedule:
             raise deadlock(self, steps)
 
     def makes(self, action: Action) -> int | None:
-        """A number for what other actions may wait for: an output or an input gradient. W makes
-        nothing."""
+        """A number for what others may wait for: an output, or (< 0) an input gradient.
+
+        None for W, which nobody waits for.
+        """
         if action.op is Op.WEIGHT:
             return None
         value = action.stage * self.num_microbatches + action.microbatch
@@ -232,8 +233,7 @@ class Schedule:
         return tuple(peaks)
 
     def aligned(self) -> Schedule:
-        """The same schedule with idle slots put in, as if every action took one slot and sending
-        none."""
+        """The same schedule with idle slots put in: every action takes one slot, sending none."""
         slots: list[list[Action | None]] = [[] for _ in self.orders]
         ready: dict[int, int] = {}
         for rank, _, action in self.execution():
@@ -252,7 +252,7 @@ class Schedule:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for order in self.orders:
-            writer.writerow(["" if action is None else str(action) for action in order])
+            writer.writerow(["" if action is None else str(action) for action in order] or [""])
         return text.getvalue()
 
     @classmethod

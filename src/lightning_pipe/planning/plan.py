@@ -1,0 +1,184 @@
+"""The plan of a run: which stage is where, what it holds, and what to expect of the schedule.
+
+Plain values that print as a table, go into YAML and come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning_pipe.errors import PlanError
+
+__all__ = ["Plan", "StagePlan", "format_bytes", "format_count"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage.
+
+    Args:
+        stage: Index of the stage in the model, from 0.
+        rank: Position in the pipeline that holds it.
+        first_unit: Dotted name of its first unit; ``last_unit`` of its last.
+        num_units: Unit calls that it owns.
+        parameters: Elements of its parameters, replicas included.
+        parameter_bytes: Bytes of its parameters.
+        flops: Of one forward of one micro-batch.
+        activation_bytes: Held for the backward, per micro-batch.
+        boundary_bytes: Sent to the next stage, per micro-batch.
+        replicated_parameters: Names of parameters that other stages hold as well (tied weights).
+    """
+
+    stage: int
+    rank: int
+    first_unit: str
+    last_unit: str
+    num_units: int
+    parameters: int
+    parameter_bytes: int
+    flops: int
+    activation_bytes: int
+    boundary_bytes: int
+    replicated_parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is spread over a pipeline.
+
+    Args:
+        stages: Every stage, in model order.
+        schedule_name: Name of the schedule.
+        num_ranks: P, ranks per pipeline.
+        virtual_stages: V, chunks per rank.
+        num_microbatches: M, micro-batches per step.
+        balance: What the cut evens out (``"flops"``, ``"parameters"``, ...).
+        ideal_bubble_fraction: Idle share of the schedule with equal stages, 0 to 1.
+        notes: What the user should know, a sentence each.
+    """
+
+    stages: tuple[StagePlan, ...]
+    schedule_name: str
+    num_ranks: int
+    virtual_stages: int
+    num_microbatches: int
+    balance: str
+    ideal_bubble_fraction: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """FLOPs of the heaviest rank over the mean rank's: 1 is perfect, 1 also if unknown."""
+        flops = [0] * self.num_ranks
+        for stage in self.stages:
+            flops[stage.rank] += stage.flops
+        return max(flops) * self.num_ranks / sum(flops) if sum(flops) else 1.0
+
+    def table_rows(self) -> list[list[str]]:
+        """The stages as text, for any table printer: a header row, then one row per stage."""
+        total_flops = sum(stage.flops for stage in self.stages)
+        rows = [["stage", "rank", "units", "first .. last", "parameters", "weights", "FLOPs"]]
+        rows[0] += ["activations", "sends"]
+        for stage in self.stages:
+            names = [stage.first_unit, stage.last_unit][: min(stage.num_units, 2)]
+            share = f" ({stage.flops / total_flops:.0%})" if total_flops else ""
+            rows.append(
+                [
+                    str(stage.stage),
+                    str(stage.rank),
+                    str(stage.num_units),
+                    " .. ".join(names),
+                    format_count(stage.parameters),
+                    format_bytes(stage.parameter_bytes),
+                    format_count(stage.flops) + share,
+                    format_bytes(stage.activation_bytes),
+                    format_bytes(stage.boundary_bytes) if stage.boundary_bytes else "-",
+                ]
+            )
+        return rows
+
+    def describe(self) -> str:
+        """The plan as text: one line of summary, the table, the notes."""
+        chunks = f" x {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}{chunks}"
+        summary = (
+            f"{self.schedule_name}: {ranks}, {self.num_microbatches} micro-batches, balanced by "
+            f"{self.balance} (heaviest rank {self.imbalance:.2f} x mean), ideal bubble "
+            f"{self.ideal_bubble_fraction:.1%}"
+        )
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([summary, *_columns(self.table_rows(), left=3), *notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, ready for YAML or JSON."""
+        values = asdict(self)
+        for stage in values["stages"]:
+            stage["replicated_parameters"] = list(stage["replicated_parameters"])
+        return {**values, "stages": list(values["stages"]), "notes": list(self.notes)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """Reads what ``to_dict`` made.
+
+        Raises:
+            PlanError: A field is missing or unknown; both are named.
+        """
+        _check_fields(cls, values)
+        stages = []
+        for entry in values["stages"]:
+            _check_fields(StagePlan, entry)
+            replicated = tuple(entry.get("replicated_parameters", ()))
+            stages.append(StagePlan(**{**entry, "replicated_parameters": replicated}))
+        notes = tuple(values.get("notes", ()))
+        return cls(**{**values, "stages": tuple(stages), "notes": notes})
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024.
+
+    >>> format_bytes(1536), format_bytes(80 * 1024**3)
+    ('1.5 KiB', '80.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """A large number for people, in powers of 1000.
+
+    >>> format_count(999), format_count(124_400_000)
+    ('999', '124.4 M')
+    """
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if abs(count) < 1000 or unit == "P":
+            break
+        count /= 1000
+    return f"{count:.1f} {unit}" if unit else f"{count:.0f}"
+
+
+def _columns(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Lines with aligned columns; column ``left`` is flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if index == left else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _check_fields(kind: type[Plan] | type[StagePlan], values: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(kind)}
+    missing = sorted(known - set(values) - {"notes", "replicated_parameters"})
+    unknown = sorted(set(values) - known)
+    if missing or unknown:
+        raise PlanError(
+            f"the plan cannot be read: {kind.__name__} lacks {missing or 'nothing'} and has "
+            f"{unknown or 'nothing'} that is unknown"
+        )

@@ -21,14 +21,14 @@ _SHOWN = 16  # stuck ranks that an error lists
 def check_actions(schedule: Schedule) -> None:
     """Every action is in range, is there once, and is on the one rank of its stage."""
     rank_of: dict[int, int] = {}
-    seen: dict[tuple[int, str, int], tuple[int, int]] = {}
+    seen: dict[tuple[int, str, int], int] = {}
     limits = f"{schedule.num_stages} stages and {schedule.num_microbatches} micro-batches"
     for rank, order in enumerate(schedule.orders):
         for step, action in enumerate(order):
             if action is None:
                 continue
             fault = None
-            key = (action.stage, action.op.value, action.microbatch)
+            key = (action.stage, action.op, action.microbatch)
             if not (
                 0 <= action.stage < schedule.num_stages
                 and 0 <= action.microbatch < schedule.num_microbatches
@@ -37,7 +37,7 @@ def check_actions(schedule: Schedule) -> None:
             elif rank_of.setdefault(action.stage, rank) != rank:
                 fault = f"runs stage {action.stage}, which is on rank {rank_of[action.stage]}"
             elif key in seen:
-                fault = f"is repeated; it is already at step {seen[key][1]}"
+                fault = f"is repeated; it is already at step {seen[key]}"
             if fault is not None:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank}, step {step}: {action} {fault}",
@@ -45,7 +45,7 @@ def check_actions(schedule: Schedule) -> None:
                     step=step,
                     action=str(action),
                 )
-            seen[key] = rank, step
+            seen[key] = step
 
 
 def check_complete(schedule: Schedule) -> None:

@@ -39,6 +39,9 @@ class Op(str, Enum):
         return self.value
 
 
+_FORWARD, _WEIGHT = Op.FORWARD, Op.WEIGHT  # looked up millions of times
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a rank does: ``op`` for one micro-batch on one stage.
@@ -167,26 +170,27 @@ class Schedule:
         Raises:
             ScheduleError: The schedule deadlocks; what was yielded until then is what ran.
         """
-        done: set[int] = set()
-        waiting: dict[int, list[int]] = defaultdict(list)
+        done: set[int | None] = {None}
+        waiting: dict[int | None, list[int]] = defaultdict(list)
         steps = [0] * self.num_ranks
         runnable = list(range(self.num_ranks - 1, -1, -1))
         while runnable:
             rank = runnable.pop()
-            order = self.orders[rank]
-            while steps[rank] < len(order):
-                action = order[steps[rank]]
+            order, step = self.orders[rank], steps[rank]
+            while step < len(order):
+                action = order[step]
                 if action is not None:
                     needed = self.needs(action)
-                    if needed is not None and needed not in done:
+                    if needed not in done:
                         waiting[needed].append(rank)
                         break
-                    yield rank, steps[rank], action
+                    yield rank, step, action
                     made = self.makes(action)
-                    if made is not None:
-                        done.add(made)
-                        runnable.extend(waiting.pop(made, ()))
-                steps[rank] += 1
+                    done.add(made)
+                    if made in waiting:
+                        runnable += waiting.pop(made)
+                step += 1
+            steps[rank] = step
         if waiting:
             raise deadlock(self, steps)
 
@@ -195,10 +199,10 @@ class Schedule:
 
         None for W, which nobody waits for.
         """
-        if action.op is Op.WEIGHT:
+        if action.op is _WEIGHT:
             return None
         value = action.stage * self.num_microbatches + action.microbatch
-        return value if action.op is Op.FORWARD else -1 - value
+        return value if action.op is _FORWARD else -1 - value
 
     def needs(self, action: Action) -> int | None:
         """The number, in the sense of ``makes``, of the one thing that an action waits for.
@@ -207,9 +211,9 @@ class Schedule:
         implies their own forward); W its own I.
         """
         stage, op = action.stage, action.op
-        if op is Op.FORWARD:
+        if op is _FORWARD:
             return None if stage == 0 else (stage - 1) * self.num_microbatches + action.microbatch
-        if op is not Op.WEIGHT:
+        if op is not _WEIGHT:
             if stage == self.num_stages - 1:
                 return stage * self.num_microbatches + action.microbatch
             stage += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -244,7 +244,7 @@ def forward_only(
 
     Returns:
         A schedule whose stages are the segments. A rank that could run several takes the deepest,
-        which drains.
+        which drains, or the first, which fills: whichever is over sooner.
 
     >>> print(forward_only([0, 1, 0], 2))
     rank 0 | 0F0 0F1 2F0 2F1
@@ -258,27 +258,37 @@ def forward_only(
             f"{num_microbatches} micro-batches and {ranks} ranks; at least one of each, and ranks "
             f"0..{ranks - 1}"
         )
-    orders: list[list[Action | None]] = [[] for _ in range(ranks)]
-    for rank, action in _deepest_first(placement, num_microbatches):
-        orders[rank].append(action)
-    frozen = tuple(tuple(order) for order in orders)
-    return Schedule("forward_only", frozen, len(placement), num_microbatches).check()
+    candidates = (
+        _pipelined(placement, ranks, num_microbatches, deepest_first)
+        for deepest_first in (True, False)
+    )
+    return min(candidates, key=_slots).check()
 
 
-def _deepest_first(placement: Sequence[int], num_microbatches: int) -> Iterator[tuple[int, Action]]:
-    """Slot by slot, each rank runs its deepest segment whose input was there before the slot."""
+def _pipelined(
+    placement: Sequence[int], num_ranks: int, num_microbatches: int, deepest_first: bool
+) -> Schedule:
+    """Slot by slot, each rank runs one of its segments whose input was there before the slot."""
     segments: dict[int, list[int]] = {}
-    for segment in reversed(range(len(placement))):
+    for segment in sorted(range(len(placement)), reverse=deepest_first):
         segments.setdefault(placement[segment], []).append(segment)
+    orders: list[list[Action | None]] = [[] for _ in range(num_ranks)]
     done = [0] * len(placement)  # micro-batches that left each segment
     while done[-1] < num_microbatches:
         arrived = [num_microbatches, *done[:-1]]
         for rank, own in segments.items():
             for segment in own:
                 if done[segment] < arrived[segment]:
-                    yield rank, Action(segment, Op.FORWARD, done[segment])
+                    orders[rank].append(Action(segment, Op.FORWARD, done[segment]))
                     done[segment] += 1
                     break
+    frozen = tuple(tuple(order) for order in orders)
+    return Schedule("forward_only", frozen, len(placement), num_microbatches)
+
+
+def _slots(schedule: Schedule) -> int:
+    """How long the schedule takes if every action takes one slot."""
+    return max(len(row) for row in schedule.aligned().orders)
 
 
 def _looped(num_ranks: int, virtual_stages: int) -> list[list[int]]:

@@ -65,7 +65,7 @@ def simulate(
         start_s = free_s[rank]
         if needed is not None and arrival_s[needed] > start_s:
             start_s = arrival_s[needed]
-        end_s = start_s + duration_s[action.stage][action.op.value]
+        end_s = start_s + duration_s[action.stage][action.op]
         free_s[rank] = end_s
         spans.append(Span(rank, action, start_s, end_s))
         made = schedule.makes(action)
@@ -175,10 +175,10 @@ class _Network:
         return leave_s + link.transfer_s(num_bytes)
 
 
-def _durations(stage: StageCosts) -> dict[str, float]:
+def _durations(stage: StageCosts) -> dict[Op, float]:
     return {
-        "F": stage.forward_s,
-        "B": stage.backward_s,
-        "I": stage.input_s,
-        "W": stage.weight_s,
+        Op.FORWARD: stage.forward_s,
+        Op.BACKWARD: stage.backward_s,
+        Op.INPUT: stage.input_s,
+        Op.WEIGHT: stage.weight_s,
     }

@@ -18,75 +18,8 @@ the same in the whole package:
 
 Counts are ``num_*``, from 1; indices are bare nouns, from 0. Quantities end in their unit:
 ``forward_s``, ``activation_bytes``, ``bubble_fraction`` (0 to 1).
+
+Import from the files: ``ir`` and ``schedules`` for schedules, ``balance`` for cuts, ``costs`` and
+``simulate`` for predictions, ``timeline``, ``plan`` and ``render`` for results. They know each other
+in this order only: ir, schedules; balance; timeline, costs, simulate; plan; render.
 """
-
-from __future__ import annotations
-
-from lightning_pipe.planning.balance import at_names, explicit, loads, partition, uniform
-from lightning_pipe.planning.costs import (
-    CostTable,
-    LinkCosts,
-    StageCosts,
-    UnitCosts,
-    stage_costs,
-)
-from lightning_pipe.planning.ir import Action, Op, Order, Schedule
-from lightning_pipe.planning.plan import Plan, StagePlan
-from lightning_pipe.planning.render import (
-    chrome_trace,
-    schedule_figure,
-    schedule_summary,
-    schedule_text,
-    timeline_figure,
-)
-from lightning_pipe.planning.schedules import (
-    SCHEDULES,
-    Builder,
-    forward_only,
-    make_schedule,
-    validate_user,
-)
-from lightning_pipe.planning.simulate import (
-    BubbleParts,
-    bubble_parts,
-    ideal_bubble_fraction,
-    peak_activation_bytes,
-    simulate,
-)
-from lightning_pipe.planning.timeline import Span, Timeline
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "BubbleParts",
-    "Builder",
-    "CostTable",
-    "LinkCosts",
-    "Op",
-    "Order",
-    "Plan",
-    "Schedule",
-    "Span",
-    "StageCosts",
-    "StagePlan",
-    "Timeline",
-    "UnitCosts",
-    "at_names",
-    "bubble_parts",
-    "chrome_trace",
-    "explicit",
-    "forward_only",
-    "ideal_bubble_fraction",
-    "loads",
-    "make_schedule",
-    "partition",
-    "peak_activation_bytes",
-    "schedule_figure",
-    "schedule_summary",
-    "schedule_text",
-    "simulate",
-    "stage_costs",
-    "timeline_figure",
-    "uniform",
-    "validate_user",
-]

@@ -20,6 +20,5 @@ Counts are ``num_*``, from 1; indices are bare nouns, from 0. Quantities end in 
 ``forward_s``, ``activation_bytes``, ``bubble_fraction`` (0 to 1).
 
 Import from the files: ``ir`` and ``schedules`` for schedules, ``balance`` for cuts, ``costs`` and
-``simulate`` for predictions, ``timeline``, ``plan`` and ``render`` for results. They know each other
-in this order only: ir, schedules; balance; timeline, costs, simulate; plan; render.
+``simulate`` for predictions, ``timeline``, ``plan`` and ``render`` for results.
 """

@@ -38,7 +38,8 @@ _COLORS = {  # Okabe and Ito's palette, which people of all colour visions can t
     Op.INPUT: "#8FD0A8",
     Op.WEIGHT: "#E69F00",
 }
-_ARROWS = 200  # transfers up to which a figure draws them
+_READABLE_TRANSFERS = 200  # up to which a figure draws them
+_READABLE_BOXES = 600  # up to which a figure numbers them
 
 
 def schedule_text(schedule: Schedule, *, legend: bool = True) -> str:
@@ -123,8 +124,10 @@ def timeline_figure(timeline: Timeline, *, title: str = "", time_unit: str = "s"
         spans = [span for span in timeline.spans if span.action.op is op]
         if spans:
             _draw_boxes(axes, spans, color, _MEANINGS[op])
+    if len(timeline.spans) <= _READABLE_BOXES:
+        _draw_numbers(axes, timeline.spans)
     transfers = _transfers(timeline)
-    if len(transfers) <= _ARROWS:
+    if len(transfers) <= _READABLE_TRANSFERS:
         for source, target in transfers:
             ends_s, ranks = (source.end_s, target.start_s), (source.rank, target.rank)
             axes.plot(ends_s, ranks, color="#444444", linewidth=0.6, alpha=0.5)
@@ -201,8 +204,9 @@ def _draw_boxes(axes: Axes, spans: Sequence[Span], color: str, label: str) -> No
         edgecolor="white",
         label=label,
     )
-    if len(spans) > 2000:  # too small to read
-        return
+
+
+def _draw_numbers(axes: Axes, spans: Sequence[Span]) -> None:
     for span in spans:
         middle_s = (span.start_s + span.end_s) / 2
         number = str(span.action.microbatch + 1)

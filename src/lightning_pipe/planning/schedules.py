@@ -342,9 +342,9 @@ def _check_chunks(name: str, num_ranks: int, virtual_stages: int) -> None:
     """The name is known and allows this V."""
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
+        hint = f", did you mean {close[0]!r}? Legal" if close else "; legal"
         raise ScheduleError(
-            f"schedule={name!r} is unknown{hint} Legal are {', '.join(SCHEDULES)}, or the path of "
+            f"schedule={name!r} is unknown{hint} are {', '.join(SCHEDULES)}, or the path of "
             "a .csv file"
         )
     if name in _TWO_CHUNKS and virtual_stages != 2:

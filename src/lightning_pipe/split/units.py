@@ -59,7 +59,7 @@ def find_units(
         Name to module, in the order of ``root.named_modules()``; a module with two names is one unit.
     """
     units = dict(_coarse("", root, keep_whole, open_up, inside_container=False, top=True))
-    _refine(units, num_parameters(root), num_stages, keep_whole)
+    _refine(units, num_parameters(root), num_stages, keep_whole, open_up)
     order = {name: i for i, (name, _) in enumerate(root.named_modules(remove_duplicate=False))}
     seen: set[int] = set()
     result: dict[str, nn.Module] = {}
@@ -68,6 +68,10 @@ def find_units(
             seen.add(id(units[name]))
             result[name] = units[name]
     return result
+
+
+def _must_open(name: str, open_up: Set[str]) -> bool:
+    return name in open_up or any(inner.startswith(name + ".") for inner in open_up)
 
 
 def _join(prefix: str, name: str) -> str:
@@ -87,7 +91,7 @@ def _coarse(
         return
     is_list = isinstance(module, _LISTS)
     whole = name in keep_whole or (
-        name not in open_up
+        not _must_open(name, open_up)
         and not isinstance(module, nn.Sequential)
         and (inside_container or not has_blocks(module))
     )
@@ -104,19 +108,25 @@ def _coarse(
         )
 
 
-def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _children(
+    name: str, module: nn.Module, open_up: Set[str]
+) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         if is_metric(child) or not has_parameters(child):
             continue
-        if isinstance(child, _CONTAINERS):
-            yield from _children(full, child)
+        if isinstance(child, _CONTAINERS) or (full in open_up and any(child.children())):
+            yield from _children(full, child, open_up)
         else:
             yield full, child
 
 
 def _refine(
-    units: dict[str, nn.Module], total: int, num_stages: int, keep_whole: Set[str]
+    units: dict[str, nn.Module],
+    total: int,
+    num_stages: int,
+    keep_whole: Set[str],
+    open_up: Set[str],
 ) -> None:
     settled = set(keep_whole)
     while candidates := [(num_parameters(m), n) for n, m in units.items() if n not in settled]:
@@ -125,7 +135,7 @@ def _refine(
         if size <= total / (2 * num_stages) and not few:
             return
         module = units[name]
-        opened = dict(_children(name, module))
+        opened = dict(_children(name, module, open_up))
         large = few or size > 0.8 * total / num_stages
         can_open = not isinstance(module, _NEVER_OPENED) and (
             has_blocks(module) or (large and len(opened) >= 2)

@@ -39,8 +39,8 @@ def test_describe() -> None:
 
 def test_describe_names_chunks() -> None:
     stages = tuple(StagePlan(s, 0, "a", "a", 1, 0, 0, 0, 0, 0) for s in range(2))
-    text = Plan(stages, "zbv", 1, 2, 4, "uniform", 0.0).describe()
-    assert text.startswith("zbv: 1 rank x 2 chunks, 4 micro-batches")
+    text = Plan(stages, "zbv", 1, 2, 1, "uniform", 0.0).describe()
+    assert text.startswith("zbv: 1 rank x 2 chunks, 1 micro-batch, balanced by uniform")
     assert "1.00 x mean" in text
 
 

@@ -100,6 +100,13 @@ def test_figure_has_a_box_for_each_action() -> None:
         assert file.getvalue().startswith(start)
 
 
+def test_figure_tells_chunks_apart() -> None:
+    colors = pytest.importorskip("matplotlib.colors")
+    schedule = make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=2, virtual_stages=2)
+    (axes,) = schedule_figure(schedule).axes
+    assert {colors.to_rgba(box.get_facecolor())[3] for box in axes.patches} == {0.5, 1.0}
+
+
 def test_figure_of_costs_is_in_seconds_and_large_ones_leave_details_out() -> None:
     pytest.importorskip("matplotlib")
     schedule = make_schedule("gpipe", num_ranks=4, num_microbatches=100)

@@ -103,8 +103,9 @@ class Plan:
         """The plan as text: one line of summary, the table, the notes."""
         chunks = f" x {self.virtual_stages} chunks" if self.virtual_stages > 1 else ""
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}{chunks}"
+        pieces = f"{self.num_microbatches} micro-batch{'es' if self.num_microbatches > 1 else ''}"
         summary = (
-            f"{self.schedule_name}: {ranks}, {self.num_microbatches} micro-batches, balanced by "
+            f"{self.schedule_name}: {ranks}, {pieces}, balanced by "
             f"{self.balance} (heaviest rank {self.imbalance:.2f} x mean), ideal bubble "
             f"{self.ideal_bubble_fraction:.1%}"
         )

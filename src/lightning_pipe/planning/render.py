@@ -35,7 +35,7 @@ _MEANINGS = {
 _COLORS = {  # Okabe and Ito's palette, which people of all colour visions can tell apart
     Op.FORWARD: "#56B4E9",
     Op.BACKWARD: "#009E73",
-    Op.INPUT: "#8FD0A8",
+    Op.INPUT: "#F0E442",
     Op.WEIGHT: "#E69F00",
 }
 _READABLE_TRANSFERS = 200  # up to which a figure draws them
@@ -120,10 +120,7 @@ def timeline_figure(timeline: Timeline, *, title: str = "", time_unit: str = "s"
     width = min(max(6.0, 0.32 * len(timeline.spans) / max(timeline.num_ranks, 1)), 40.0)
     figure = Figure(figsize=(width, 1.2 + 0.45 * timeline.num_ranks), layout="constrained")
     axes = figure.subplots()
-    for op, color in _COLORS.items():
-        spans = [span for span in timeline.spans if span.action.op is op]
-        if spans:
-            _draw_boxes(axes, spans, color, _MEANINGS[op])
+    _draw_boxes(axes, timeline)
     if len(timeline.spans) <= _READABLE_BOXES:
         _draw_numbers(axes, timeline.spans)
     transfers = _transfers(timeline)
@@ -194,16 +191,29 @@ def _transfers(timeline: Timeline) -> list[tuple[Span, Span]]:
     return pairs
 
 
-def _draw_boxes(axes: Axes, spans: Sequence[Span], color: str, label: str) -> None:
-    axes.barh(
-        [span.rank for span in spans],
-        [span.duration_s for span in spans],
-        left=[span.start_s for span in spans],
-        height=0.8,
-        color=color,
-        edgecolor="white",
-        label=label,
-    )
+def _draw_boxes(axes: Axes, timeline: Timeline) -> None:
+    """One box per action, coloured by its op; the later chunks of a rank are paler."""
+    chunks: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        chunks.setdefault(span.rank, set()).add(span.action.stage)
+    alpha = {
+        stage: 1.0 - 0.5 * chunk / max(len(stages) - 1, 1)
+        for stages in chunks.values()
+        for chunk, stage in enumerate(sorted(stages))
+    }
+    for op, color in _COLORS.items():
+        spans = [span for span in timeline.spans if span.action.op is op]
+        if spans:
+            boxes = axes.barh(
+                [span.rank for span in spans],
+                [span.duration_s for span in spans],
+                left=[span.start_s for span in spans],
+                height=0.8,
+                color=[(color, alpha[span.action.stage]) for span in spans],
+                edgecolor="white",
+            )
+            strongest = max(range(len(spans)), key=lambda box: alpha[spans[box].action.stage])
+            boxes[strongest].set_label(_MEANINGS[op])
 
 
 def _draw_numbers(axes: Axes, spans: Sequence[Span]) -> None:

@@ -1,4 +1,4 @@
-"""What every test gets: a known seed, one thread, and an environment that it cannot leave changed."""
+"""What every test gets: a known seed and an environment that it cannot leave changed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers import run_ranks
 
-sys.path.insert(0, str(Path(__file__).parent))  # `from helpers import run_ranks`, in workers too
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from helpers import run_ranks  # noqa: E402
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,10 @@
 """Worker processes for tests that need ranks, started once per session.
 
-Each start of a process pays an import of torch and Lightning (seconds), so the workers stay and every
-test body is sent to them. A body gets a fresh gloo process group over a `FileStore` (no port) and the
-environment variables of torchrun, so a `Trainer(devices=n)` inside a body starts no processes itself.
-Nothing here waits without a limit: a body that takes too long fails its test with the stacks of all ranks.
+Each start of a process pays an import of torch and Lightning (seconds), so the workers stay and
+every test body is sent to them. A body gets a fresh gloo process group over a `FileStore` (no port)
+and the environment variables of torchrun, so a `Trainer(devices=n)` inside a body starts no
+processes itself. Nothing here waits without a limit: a body that takes too long fails its test with
+the stacks of all ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+_START = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from tests.helpers import _main
+_main()
+"""
 GRACE_S = 10.0  # how long the other ranks may take to end once one rank has failed
 START_S = 120.0  # how long a worker may take to import torch
 
@@ -92,7 +99,7 @@ def spawn_ranks(
         file.write_bytes(pickle.dumps(job))
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(file), str(rank)],
+                [sys.executable, "-c", _START, str(file), str(rank)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -123,7 +130,8 @@ def _make_job(
     num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...], folder: str, timeout_s: float
 ) -> Job:
     file = sys.modules[fn.__module__].__file__
-    assert file is not None and "<locals>" not in fn.__qualname__, "fn must be a module-level function"
+    assert file is not None, "fn must be a function of a module"
+    assert "<locals>" not in fn.__qualname__, "fn must be a module-level function"
     store = tempfile.mktemp(dir=folder)
     return Job(
         path=tuple(sys.path),
@@ -202,12 +210,14 @@ class _Pool:
             connection.recv()
 
     def _collect(self, num_ranks: int, timeout_s: float) -> list[Result | None]:
-        """Waits for all ranks; a rank still busy when it should have ended costs the pool its life."""
+        """Waits for all ranks; one still busy when it should have ended costs the pool its life."""
         results: list[Result | None] = [None] * num_ranks
         end = time.monotonic() + timeout_s
         while None in results:
             waiting = {
-                self._workers[rank][1]: rank for rank, result in enumerate(results) if result is None
+                self._workers[rank][1]: rank
+                for rank, result in enumerate(results)
+                if result is None
             }
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             for connection in ready:
@@ -222,7 +232,9 @@ class _Pool:
                 self.kill()
                 if failed:
                     return results
-                raise AssertionError(f"ranks {sorted(waiting.values())} ran past {timeout_s} s\n{stacks}")
+                raise AssertionError(
+                    f"ranks {sorted(waiting.values())} ran past {timeout_s} s\n{stacks}"
+                )
         if any(result is None or isinstance(result.error, ChildProcessError) for result in results):
             self.kill()
         return results
@@ -300,7 +312,9 @@ def _run(job: Job, rank: int) -> Result:
             text = traceback.format_exc()
             if hasattr(error, "add_note"):
                 error.add_note(f"on rank {rank}:\n{text}")
-            error.__cause__ = error.__context__ = None  # often not picklable, and in the text already
+            error.__cause__ = error.__context__ = (
+                None  # often not picklable, and in the text already
+            )
             return Result(error=error.with_traceback(None), time_s=time.monotonic())
         finally:
             os.chdir(folder)
@@ -338,7 +352,8 @@ def _load_module(name: str, file: str) -> Any:
     if module is not None and getattr(module, "__file__", None) == file:
         return module
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -350,11 +365,6 @@ def _main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    sys.modules["helpers"] = sys.modules["__main__"]
     job = pickle.loads(Path(sys.argv[1]).read_bytes())
     faulthandler.dump_traceback_later(job.timeout_s - 1)  # before `spawn_ranks` kills us
     _call(job, int(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    _main()

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks, spawn_ranks
+from tests.helpers import run_ranks, spawn_ranks
 
 
 def _rank_and_sum(x):

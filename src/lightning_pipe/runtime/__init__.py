@@ -1,0 +1,1 @@
+"""One rank of a running pipeline: its stages, its neighbours, its peers. Knows no Lightning."""

@@ -1,0 +1,272 @@
+"""One stage within one step: its inputs, graphs and gradients, from F to the end of B or W.
+
+A relayed value never enters the stage's autograd graph as an output. It goes on as it came, and the
+gradient that comes back for it is added to the one that this stage computes:
+
+    inputs   h ──► stage ──► h'    outputs        gradients   h ◄── stage ◄── h'
+             e ─┬─► stage                                     e ◄─(+)◄─ stage
+                └──────────► e                                     └◄───────── e
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.planning.ir import Action, Op
+from lightning_pipe.runtime.backward import backward_full, backward_input
+from lightning_pipe.runtime.transfer import Links, Message, check_values, describe, zeros
+from lightning_pipe.split.spec import ValueSpec
+
+if TYPE_CHECKING:
+    from lightning_pipe.runtime.engine import StageWork
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Observer(Protocol):
+    """Who wants to know what a stage is doing."""
+
+    def waits(self, text: str) -> None:
+        """A wait for another rank begins."""
+
+    def starts(self, action: Action) -> Any:
+        """An action begins; what is returned comes back in `ends`."""
+
+    def ends(self, action: Action, start: Any) -> None:
+        """The action has ended."""
+
+
+@dataclass(slots=True)
+class _Forwarded:
+    """What a micro-batch leaves behind for its backward."""
+
+    leaves: tuple[Tensor, ...]  # of the inputs that require gradients
+    roots: tuple[Tensor, ...]  # outputs that require gradients, or the loss
+    root_indices: tuple[int, ...]  # their places among the outputs
+
+
+class StageChunk:
+    """A stage of this rank, for one step; driven by `_torch.run`."""
+
+    def __init__(
+        self,
+        work: StageWork,
+        stage: int,
+        rank_of: Sequence[int],
+        *,
+        links: Links,
+        observer: Observer,
+        device: torch.device,
+        training: bool,
+    ) -> None:
+        self._work = work
+        self._stage = stage
+        self._is_last = stage == len(rank_of) - 1
+        self._previous = rank_of[stage - 1] if stage else rank_of[stage]
+        self._next = rank_of[stage] if self._is_last else rank_of[stage + 1]
+        self._rank = rank_of[stage]
+        self._links = links
+        self._observer = observer
+        self._device = device
+        self._training = training
+        # By micro-batch; an entry is popped by whoever needs it last.
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._arriving: dict[int, Message] = {}
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._sent: dict[int, Message] = {}
+        self._forwarded: dict[int, _Forwarded] = {}
+        self._output_grads: dict[int, Grads] = {}
+        self._arriving_grads: dict[int, Message] = {}
+        self._input_grads: dict[int, Grads] = {}
+        self._weights: dict[int, Callable[[], None]] = {}
+
+    # Forward
+
+    def receive_forward(self, microbatch: int) -> None:
+        specs = self._work.inputs(microbatch)
+        message, values = self._links.receive(specs, self._previous)
+        self._arriving[microbatch] = message
+        self._inputs[microbatch] = values
+
+    def hand_forward(self, microbatch: int, values: tuple[Tensor, ...]) -> None:
+        self._inputs[microbatch] = values
+
+    def forward(self, microbatch: int) -> tuple[Tensor, ...]:
+        action = Action(self._stage, Op.FORWARD, microbatch)
+        self._wait(self._arriving.pop(microbatch, None), "forward", microbatch, self._stage - 1)
+        specs = self._work.inputs(microbatch)
+        values = self._inputs.pop(microbatch, ())
+        assert len(values) == len(specs), "a stage gets the values of its boundary"
+        leaves, given = self._make_leaves(specs, values)
+        with self._noted(action, specs), self._observed(action):
+            returned = self._work.forward(microbatch, given)
+        if self._is_last:
+            if self._training:
+                self._forwarded[microbatch] = _Forwarded(leaves, returned, ())
+            return ()
+        received = {spec.name: value for spec, value in zip(specs, values, strict=True)}
+        return self._keep_outputs(microbatch, received, leaves, returned)
+
+    def send_forward(self, microbatch: int) -> None:
+        self._sent[microbatch] = self._links.send(self._outputs.pop(microbatch), self._next)
+        if not self._training:
+            del self._sent[microbatch]
+
+    # Backward
+
+    def receive_backward(self, microbatch: int) -> None:
+        specs = [spec for spec in self._work.outputs(microbatch) if spec.requires_grad]
+        message, values = self._links.receive(specs, self._next)
+        self._arriving_grads[microbatch] = message
+        arriving = iter(values)
+        self._output_grads[microbatch] = tuple(
+            next(arriving) if spec.requires_grad else None
+            for spec in self._work.outputs(microbatch)
+        )
+
+    def hand_backward(self, microbatch: int, grads: Grads) -> None:
+        self._output_grads[microbatch] = grads
+
+    def backward(self, microbatch: int, *, full: bool) -> None:
+        action = Action(self._stage, Op.BACKWARD if full else Op.INPUT, microbatch)
+        message = self._arriving_grads.pop(microbatch, None)
+        self._wait(message, "backward", microbatch, self._stage + 1)
+        if microbatch in self._sent:
+            self._links.settle(self._sent.pop(microbatch), self._next)
+        forwarded = self._forwarded.pop(microbatch)
+        grads = self._output_grads.pop(microbatch, ())
+        roots = forwarded.roots
+        root_grads = (
+            (None,) * len(roots) if self._is_last else [grads[i] for i in forwarded.root_indices]
+        )
+        with self._noted(action), self._observed(action):
+            if full:
+                backward_full(roots, root_grads)
+                found = tuple(leaf.grad for leaf in forwarded.leaves)
+            else:
+                found, self._weights[microbatch] = backward_input(
+                    roots, root_grads, forwarded.leaves
+                )
+        self._input_grads[microbatch] = self._join_relayed(microbatch, found, grads)
+
+    def weight(self, microbatch: int) -> None:
+        action = Action(self._stage, Op.WEIGHT, microbatch)
+        run = self._weights.pop(microbatch)
+        with self._noted(action), self._observed(action):
+            run()
+
+    def send_backward(self, microbatch: int) -> None:
+        specs = self._work.inputs(microbatch)
+        grads = self._input_grads.pop(microbatch)
+        values = [
+            zeros(spec, self._device) if grad is None else grad
+            for spec, grad in zip(specs, grads, strict=True)
+            if spec.requires_grad
+        ]
+        if values:
+            self._links.send(values, self._previous)
+
+    def take_backward(self, microbatch: int) -> Grads:
+        return self._input_grads.pop(microbatch)
+
+    # Parts
+
+    def _make_leaves(
+        self, specs: Sequence[ValueSpec], values: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The leaves of this stage's graph, and the inputs made of them that the stage may write
+        to.
+        """
+        leaves, given = [], []
+        for spec, value in zip(specs, values, strict=True):
+            value = value.detach()
+            if self._training and spec.requires_grad:
+                leaves.append(value.requires_grad_())
+                value = cast(Tensor, _Enter.apply(value))  # type: ignore[no-untyped-call]
+            given.append(value)
+        return tuple(leaves), tuple(given)
+
+    def _keep_outputs(
+        self,
+        microbatch: int,
+        received: dict[str, Tensor],
+        leaves: tuple[Tensor, ...],
+        returned: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        specs = self._work.outputs(microbatch)
+        made = {i: spec for i, spec in enumerate(specs) if spec.name not in received}
+        check_values(specs, returned, made, self._stage)
+        outputs = tuple(
+            returned[i].detach() if i in made else received[spec.name]
+            for i, spec in enumerate(specs)
+        )
+        if self._training:
+            roots = {
+                i: returned[i]
+                for i, spec in made.items()
+                if spec.requires_grad and returned[i].requires_grad
+            }
+            self._forwarded[microbatch] = _Forwarded(leaves, tuple(roots.values()), tuple(roots))
+        if self._next != self._rank:
+            self._outputs[microbatch] = outputs
+        return outputs
+
+    def _join_relayed(self, microbatch: int, found: Grads, output_grads: Grads) -> Grads:
+        """The gradient of each input: what this stage found, plus what came back for a relay."""
+        outputs = self._work.outputs(microbatch)
+        passing = dict(zip((spec.name for spec in outputs), output_grads, strict=False))
+        own = iter(found)
+        return tuple(
+            _add(next(own), passing.get(spec.name)) if spec.requires_grad else None
+            for spec in self._work.inputs(microbatch)
+        )
+
+    def _wait(self, message: Message | None, what: str, microbatch: int, stage: int) -> None:
+        if message is not None and message.works:
+            rank = self._previous if what == "forward" else self._next
+            self._observer.waits(f"waits for {what} of micro-batch {microbatch} from stage {stage}")
+            self._links.wait(message, rank)
+
+    @contextmanager
+    def _observed(self, action: Action) -> Iterator[None]:
+        start = self._observer.starts(action)
+        yield
+        self._observer.ends(action, start)
+
+    @contextmanager
+    def _noted(self, action: Action, specs: Sequence[ValueSpec] = ()) -> Iterator[None]:
+        """Says in an exception where it happened; its type stays the user's."""
+        try:
+            yield
+        except BaseException as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                given = "".join(f", given {spec.name} {describe(spec)}" for spec in specs)
+                error.add_note(
+                    f"stage {self._stage}, rank {self._rank}, action {action}, "
+                    f"micro-batch {action.microbatch}{given}"
+                )
+            raise
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, without a copy; unlike a leaf, its result may be written to by the stage."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

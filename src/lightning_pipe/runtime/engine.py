@@ -1,0 +1,179 @@
+"""Runs one rank's part of a schedule: calls its stages, moves values and gradients between stages.
+
+Knows stages only as `StageWork`: something that takes the values of the previous boundary and gives
+those of the next. Losses arrive weighted, gradients are never scaled here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.planning.ir import Action, Schedule
+from lightning_pipe.planning.timeline import Span
+from lightning_pipe.runtime import _torch
+from lightning_pipe.runtime.accelerator import Mark, mark, read_marks
+from lightning_pipe.runtime.chunk import StageChunk
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.transfer import Links
+from lightning_pipe.split.spec import ValueSpec
+
+_MAX_LOWERED = 32
+
+
+class StageWork(Protocol):
+    """What the engine needs of a stage, for one step."""
+
+    def inputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
+        """What crosses from the stage before; () for stage 0."""
+
+    def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
+        """What crosses to the stage after; () for the last.
+
+        A value that is among the inputs too, under the same name, is relayed: it goes on as it
+        came, and what `forward` returns in its place is ignored.
+        """
+
+    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Runs the stage on the values of `inputs` and returns those of `outputs`.
+
+        The last stage returns its loss, already weighted; or () if there is none.
+        """
+
+
+class Engine:
+    """Runs schedules on one rank.
+
+    Args:
+        ranks: This rank and its groups.
+        device: Where the values of boundaries live.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks = ranks
+        self.progress = Progress()
+        self._device = device
+        self._lowered: dict[Schedule, _torch.Lowered] = {}
+
+    def run(
+        self, schedule: Schedule, stages: Mapping[int, StageWork], *, training: bool
+    ) -> Sequence[Span]:
+        """Runs this rank's order of a schedule to its end.
+
+        Gradients are added to `.grad` of the parameters. No graph, value or gradient of a micro-
+        batch outlives its backward.
+
+        Args:
+            schedule: The same on all ranks.
+            stages: The stages that the schedule gives to this rank.
+            training: Whether to run backwards. If not, no graph is kept.
+
+        Returns:
+            When each action ran, by the clock of `time.perf_counter`; read from the device at first
+            use.
+
+        Raises:
+            Exception: What a stage raised, as it was raised, with a note that says where.
+            PeerError: The connection to another rank broke.
+        """
+        position, num_positions = self.ranks.position, self.ranks.num_positions
+        own = schedule.stages(position)
+        if set(own) != set(stages) or schedule.num_ranks != num_positions:
+            raise ConfigError(
+                f"{schedule.name}: rank {position} of {schedule.num_ranks} holds the stages "
+                f"{list(own)}; got {sorted(stages)} on rank {position} of {num_positions}"
+            )
+        assert training == schedule.has_backward, "an evaluation needs a schedule without backwards"
+        links = Links(self.ranks, self._device)
+        recorder = _Recorder(position, self._device, self.progress)
+        rank_of = schedule.stage_to_rank
+        chunks = {
+            stage: StageChunk(
+                work,
+                stage,
+                rank_of,
+                links=links,
+                observer=recorder,
+                device=self._device,
+                training=training,
+            )
+            for stage, work in stages.items()
+        }
+        with torch.set_grad_enabled(training):
+            _torch.run(self._lower(schedule), position, chunks, self._device)
+            links.finish()
+        self.progress.report("finished the step")
+        return recorder.spans()
+
+    def _lower(self, schedule: Schedule) -> _torch.Lowered:
+        lowered = self._lowered.get(schedule)
+        if lowered is None:
+            if len(self._lowered) >= _MAX_LOWERED:
+                self._lowered.pop(next(iter(self._lowered)))
+            lowered = self._lowered[schedule] = _torch.lower(schedule)
+        return lowered
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a rank is doing now, for the watchdog's thread to read."""
+
+    text: str = "has not started a step"
+    since_s: float = field(default_factory=time.monotonic)
+
+    def report(self, text: str) -> None:
+        """Notes what begins now."""
+        self.since_s = time.monotonic()
+        self.text = text
+
+
+class Spans(Sequence[Span]):
+    """The spans of a rank, read from the device's clock when they are first looked at."""
+
+    def __init__(self, rank: int, marks: list[tuple[Action, Mark, Mark]]) -> None:
+        self._rank = rank
+        self._marks = marks
+        self._spans: list[Span] | None = None
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if self._spans is None:
+            times = read_marks([moment for _, *pair in self._marks for moment in pair])
+            self._spans = [
+                Span(self._rank, action, start_s, end_s)
+                for (action, _, _), start_s, end_s in zip(
+                    self._marks, times[::2], times[1::2], strict=True
+                )
+            ]
+        return self._spans[index]
+
+
+class _Recorder:
+    """Times the actions and tells the watchdog about them."""
+
+    def __init__(self, rank: int, device: torch.device, progress: Progress) -> None:
+        self._rank = rank
+        self._device = device
+        self._progress = progress
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+
+    def waits(self, text: str) -> None:
+        self._progress.report(text)
+
+    def starts(self, action: Action) -> Mark:
+        self._progress.report(f"runs {action}")
+        return mark(self._device)
+
+    def ends(self, action: Action, start: Mark) -> None:
+        self._marks.append((action, start, mark(self._device)))
+
+    def spans(self) -> Spans:
+        return Spans(self._rank, self._marks)

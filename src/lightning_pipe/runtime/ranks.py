@@ -1,0 +1,123 @@
+"""Who is who: this process, its place in its pipeline, and the groups that it talks through.
+
+A rank is a position in a pipeline. The position of the last stage is the first global rank of the
+pipeline, so the process that owns the logger and the progress bar is the one that sees the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_pipe.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One process's view of the job; made by `make_ranks`.
+
+    Attributes:
+        world_size: Processes of the job.
+        global_rank: This process.
+        position: This process's rank in its pipeline.
+        num_positions: Ranks of a pipeline.
+        order: `order[position]` is the process of that position, counted within the pipeline.
+        pipeline_group: For tensors between stages; None if there is one rank.
+        control_group: A gloo group of the same processes, for objects; None if there is one rank.
+        data_parallel_size: Copies of the pipeline.
+        data_parallel_rank: The copy that this process belongs to.
+    """
+
+    world_size: int
+    global_rank: int
+    position: int
+    num_positions: int
+    order: tuple[int, ...]
+    pipeline_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+
+    @property
+    def first_global_rank(self) -> int:
+        """The process of this pipeline that holds the last stage, reads the data and logs."""
+        return self.data_parallel_rank * self.num_positions
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is that one."""
+        return self.global_rank == self.first_global_rank
+
+    @property
+    def first_position(self) -> int:
+        """The position of that process."""
+        return self.order.index(0)
+
+    def global_rank_of(self, position: int) -> int:
+        """The process that has a position in this pipeline."""
+        return self.first_global_rank + self.order[position]
+
+    def __str__(self) -> str:
+        return f"rank {self.position} (global rank {self.global_rank})"
+
+
+def rank_order(stage_to_rank: Sequence[int], num_positions: int) -> tuple[int, ...]:
+    """Assigns the positions of a pipeline to its processes so that the last stage is on process 0.
+
+    >>> rank_order([0, 1, 2], 3)  # a loop: stage s is on process P-1-s
+    (2, 1, 0)
+    >>> rank_order([0, 1, 1, 0], 2)  # a V ends where it began
+    (0, 1)
+    """
+    last = stage_to_rank[-1]
+    if last == num_positions - 1:
+        return tuple(range(num_positions - 1, -1, -1))
+    return tuple((position - last) % num_positions for position in range(num_positions))
+
+
+def make_ranks(
+    stage_to_rank: Sequence[int], num_positions: int, *, data_parallel_size: int = 1
+) -> Ranks:
+    """Makes the groups of all pipelines; every process of the job has to call this.
+
+    Args:
+        stage_to_rank: The position that holds each stage (`Schedule.stage_to_rank`).
+        num_positions: Ranks of a pipeline.
+        data_parallel_size: Copies of the pipeline. Those of one copy are neighbours in global rank.
+
+    Returns:
+        The view of this process. Without a process group, that of the only process.
+    """
+    initialized = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if initialized else 1
+    global_rank = dist.get_rank() if initialized else 0
+    if num_positions * data_parallel_size != world_size:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_positions} x data_parallel_size={data_parallel_size}: "
+            f"{num_positions * data_parallel_size} processes are needed and {world_size} were "
+            "started; their product must be the number of devices"
+        )
+    order = rank_order(stage_to_rank, num_positions)
+    replica, place = divmod(global_rank, num_positions)
+    pipeline_group = control_group = None
+    if num_positions > 1:
+        for first in range(0, world_size, num_positions):
+            members = list(range(first, first + num_positions))
+            # All processes take part in making all groups, also those that they are not in.
+            for_tensors = dist.new_group(members)
+            for_objects = dist.new_group(members, backend="gloo")
+            if global_rank in members:
+                pipeline_group, control_group = for_tensors, for_objects
+    return Ranks(
+        world_size=world_size,
+        global_rank=global_rank,
+        position=order.index(place),
+        num_positions=num_positions,
+        order=order,
+        pipeline_group=pipeline_group,
+        control_group=control_group,
+        data_parallel_size=data_parallel_size,
+        data_parallel_rank=replica,
+    )

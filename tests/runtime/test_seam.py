@@ -1,0 +1,69 @@
+"""The names and signatures of torch that the seam relies on; a new torch that moves them fails
+here.
+"""
+
+import inspect
+
+import pytest
+from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage, schedules
+
+STAGE_METHODS = {
+    "get_fwd_recv_ops": ["fwd_chunk_id"],
+    "get_fwd_send_ops": ["fwd_chunk_id"],
+    "get_bwd_recv_ops": ["bwd_chunk_id"],
+    "get_bwd_send_ops": ["bwd_chunk_id"],
+    "set_local_fwd_input": ["prev_stage_outputs", "mb_index"],
+    "get_local_bwd_output": ["mb_index"],
+    "set_local_bwd_input": ["next_stage_bwd_outputs", "mb_index"],
+    "forward_one_chunk": ["fwd_chunk_id", "args", "kwargs", "save_forward_output"],
+    "backward_one_chunk": ["bwd_chunk_id", "loss", "full_backward", "last_backward"],
+    "backward_weight_one_chunk": ["bwd_chunk_id", "last_backward"],
+}
+
+
+def parameters(function):
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+@pytest.mark.parametrize("name", STAGE_METHODS)
+def test_the_runtime_calls_stages_as_we_answer(name):
+    assert parameters(getattr(PipelineStage, name)) == STAGE_METHODS[name]
+
+
+def test_lowering_and_runtime_have_their_signatures():
+    assert parameters(schedules._add_send_recv) == [
+        "compute_actions",
+        "stage_to_rank",
+        "num_stages",
+    ]
+    assert parameters(schedules._batch_p2p) == ["p2p_ops", "desc"]
+    assert schedules._Action._fields[:3] == ("stage_index", "computation_type", "microbatch_index")
+    assert parameters(schedules._PipelineScheduleRuntime._initialize_stages)[:2] == [
+        "args",
+        "kwargs",
+    ]
+    assert "return_outputs" in parameters(schedules._PipelineScheduleRuntime._step_microbatches)
+    assert "scale_grads" in parameters(schedules.PipelineScheduleMulti.__init__)
+    assert parameters(distributed_c10d._get_default_store) == []
+
+
+def test_what_the_runtime_reads_of_a_stage_is_what_ours_sets():
+    """Every attribute of a stage that torch's runtime touches, by its source."""
+    import re
+
+    source = inspect.getsource(schedules._PipelineScheduleRuntime) + inspect.getsource(
+        schedules.PipelineScheduleMulti.__init__
+    )
+    touched = set(re.findall(r"\bstages?(?:\[\w+\]|_index_to_stage\[[^]]+\])?\.(\w+)", source))
+    ours = {
+        "stage_index",
+        "num_stages",
+        "group_size",
+        "group_rank",
+        "submod",
+        "is_first",
+        "is_last",
+    }
+    ours |= {"stage_index_to_group_rank", "perform_reduce_grad"} | set(STAGE_METHODS)
+    assert touched - ours == set()

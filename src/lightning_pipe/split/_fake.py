@@ -1,15 +1,17 @@
 """SEAM: the only file of ``split`` that touches torch's private names.
 
-``GHOSTS`` is the one fake-tensor mode of the process: fakes of two modes cannot meet in an operation,
-and a stage's foreign parameters outlive any single step. It is a FakeTensorMode with one hole closed:
-when a fake is written in place into a real tensor, torch drops the write silently and later readers
-would see a stale value. The mode remembers the storages that lost a write ("tainted").
+``GHOSTS`` is the one fake-tensor mode of the process: fakes of two modes cannot meet in an
+operation, and a stage's foreign parameters outlive any single step. It is a FakeTensorMode with one
+hole closed: when a fake is written in place into a real tensor, torch drops the write silently and
+later readers would see a stale value. The mode remembers the storages that lost a write
+("tainted").
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -38,7 +40,8 @@ VALUE_NEEDED = (
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identify the storage of ``tensor``: aliases have the same key, as long as one of them lives."""
+    """Identify the storage of ``tensor``: aliases have the same key, as long as one of them
+    lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
@@ -120,7 +123,8 @@ def is_foreign(value: Any) -> bool:
 
 
 def as_fake(tensor: Tensor) -> Tensor:
-    """Return a fake of the same shape, dtype, device and ``requires_grad``; fakes are returned as they are."""
+    """Return a fake of the same shape, dtype, device and ``requires_grad``; fakes are returned as
+    they are."""
     if isinstance(tensor, FakeTensor):
         return tensor
     with _disable_current_modes():
@@ -140,7 +144,7 @@ def empty_fake(
 
 def without_modes() -> AbstractContextManager[Any]:
     """Switch all dispatch modes off, for our own bookkeeping inside a traced region."""
-    return _disable_current_modes()  # type: ignore[no-any-return]
+    return _disable_current_modes()
 
 
 @contextmanager
@@ -155,12 +159,28 @@ def function_mode_off(active: bool) -> Iterator[None]:
 
 #: packages whose memoised helpers never hold tensors of a user's step
 _SAFE_CACHES = frozenset(
-    "torch re functools typing inspect sympy lightning torchmetrics jsonargparse rich networkx numpy".split()
+    (
+        *("torch", "re", "functools", "typing", "inspect", "sympy", "lightning", "torchmetrics"),
+        *("jsonargparse", "rich", "networkx", "numpy"),
+    )
 )
 
 
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback for each operator that has no fake; we have a way out."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def clear_memoised() -> None:
-    """Empty the ``lru_cache`` of user code: a helper that ran on fakes would return them to a real step."""
+    """Empty the ``lru_cache`` of user code: a helper that ran on fakes would return them to a real
+    step."""
     for item in gc.get_objects():
         if type(item) is functools._lru_cache_wrapper:
             root = (getattr(item, "__module__", "") or "").split(".")[0]
@@ -182,6 +202,7 @@ __all__ = [
     "is_fake",
     "is_foreign",
     "mutated_arguments",
+    "quiet_fakes",
     "storage_key",
     "without_modes",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.split._fake import VALUE_NEEDED, clear_memoised, is_fake
+from lightning_pipe.split._fake import VALUE_NEEDED, clear_memoised, is_fake, quiet_fakes
 from lightning_pipe.split.provenance import ValueNeeded
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.trace import Trace
@@ -63,8 +63,10 @@ class _Search:
         foreign = [n for n, p in self.root.named_parameters() if is_fake(p)]
         if foreign:
             raise CutError(
-                f"the step cannot be traced: {why}; its values are needed but {len(foreign)} parameters "
-                f"(such as {foreign[0]}) are on other ranks. Give batches of the shape of the first one."
+                f"the step cannot be traced: {why}; its values are needed but "
+                f"{len(foreign)} parameters "
+                f"(such as {foreign[0]}) are on other ranks. Give batches of the shape "
+                "of the first one."
             )
         self.real = True
         self.notes.append(f"traced with real values: {why}")
@@ -93,9 +95,9 @@ def trace_step(
 ) -> Trace:
     """Trace ``step(batch)`` on fakes and find the units of ``root`` that fit ``num_stages`` stages.
 
-    Nothing that the step changes is left behind: attributes, containers, buffers, memoised helpers and
-    random generators are put back. Gradient mode is that of the caller: call under ``torch.no_grad()``
-    to trace an evaluation step.
+    Nothing that the step changes is left behind: attributes, containers, buffers, memoised helpers
+    and random generators are put back. Gradient mode is that of the caller: call under
+    ``torch.no_grad()`` to trace an evaluation step.
 
     Args:
         root: The user's module; its parameters may be fakes where they belong to other ranks.
@@ -109,7 +111,7 @@ def trace_step(
         CutError: The step cannot be traced; the message names the module and the reason.
     """
     search = _Search(root, num_stages)
-    with preserved(device_type):
+    with preserved(device_type), quiet_fakes():
         for _ in range(_MAX_ROUNDS):
             units = search.units()
             try:
@@ -174,7 +176,8 @@ def _blame(search: _Search, units: dict[str, nn.Module], frames: set[int], why: 
 
 
 def _value_dependent(search: _Search, units: dict[str, nn.Module], tracer: Tracer) -> bool:
-    """Keep modules whole whose own glue reads values; or trace for real when the outer step does."""
+    """Keep modules whole whose own glue reads values; or trace for real when the outer step
+    does."""
     if search.keep(
         search.inside_opened(tracer.operators.reading_modules, units), "its code depends on values"
     ):
@@ -191,11 +194,14 @@ def _value_dependent(search: _Search, units: dict[str, nn.Module], tracer: Trace
 
 
 def _uncalled(search: _Search, units: dict[str, nn.Module], trace: Trace) -> bool:
-    """Close a module again whose children are never called but whose weights are read by its own code."""
+    """Close a module again whose children are never called but whose weights are read by its own
+    code."""
     called = {call.unit for call in trace.calls}
     parents: set[str] = set()
     for name, module in units.items():
-        read = any(f"{name}.{inner}" in trace.glue_parameters for inner, _ in module.named_parameters())
+        read = any(
+            f"{name}.{inner}" in trace.glue_parameters for inner, _ in module.named_parameters()
+        )
         if name in called or not read:
             continue
         parent = name.rpartition(".")[0]
@@ -206,20 +212,23 @@ def _uncalled(search: _Search, units: dict[str, nn.Module], trace: Trace) -> boo
     return search.keep(parents, "its code reads the weights of its children")
 
 
-def _leaking(
-    search: _Search, units: dict[str, nn.Module], tracer: Tracer, trace: Trace
-) -> bool:
+def _leaking(search: _Search, units: dict[str, nn.Module], tracer: Tracer, trace: Trace) -> bool:
     """Open a unit when a tensor made inside it is used outside without being an output."""
     leaking = {trace.calls[index].unit for index in tracer.operators.leaks}
     if not leaking:
         return False
-    divisible = {n for n in leaking if any(units[n].children())} - search.open_up - search.keep_whole
+    divisible = (
+        {n for n in leaking if any(units[n].children())} - search.open_up - search.keep_whole
+    )
     if divisible:
         search.open_up |= divisible
-        search.notes.append(f"{', '.join(sorted(divisible))} opened: an inner tensor is used outside")
+        search.notes.append(
+            f"{', '.join(sorted(divisible))} opened: an inner tensor is used outside"
+        )
         return True
     name = sorted(leaking)[0]
     raise CutError(
-        f"'{name}' cannot be cut off: a tensor that is made inside it is used outside without being "
+        f"'{name}' cannot be cut off: a tensor that is made inside it is used outside "
+        "without being "
         "returned; return it from forward, or keep it in an attribute of the module that makes it."
     )

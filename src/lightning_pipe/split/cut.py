@@ -1,9 +1,10 @@
 """Place the calls on stages and find what crosses each cut.
 
-The boundary of a cut is a minimum vertex cut, in bytes, of the graph of values between what is known
-before the cut (unit outputs of earlier stages) and what comes after it reads. Any value may cross, unit
-output or glue: ``h = h + block(h)`` then sends one tensor where its terms would be a growing list.
-Cuts are made left to right: what a stage can send on is what it received and what it made itself.
+The boundary of a cut is a minimum vertex cut, in bytes, of the graph of values between what is
+known before the cut (unit outputs of earlier stages) and what comes after it reads. Any value may
+cross, unit output or glue: ``h = h + block(h)`` then sends one tensor where its terms would be a
+growing list. Cuts are made left to right: what a stage can send on is what it received and what it
+made itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import networkx as nx
 
@@ -25,11 +27,14 @@ def place(trace: Trace, starts: Sequence[int]) -> tuple[int, ...]:
     Raises:
         CutError: ``starts`` does not begin at call 0, or leaves a stage empty.
     """
-    if not starts or starts[0] != 0 or any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
-        raise CutError(f"stage starts {tuple(starts)}: the first is 0 and each is above the one before.")
+    if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+        raise CutError(
+            f"stage starts {tuple(starts)}: the first is 0 and each is above the one before."
+        )
     if starts[-1] >= len(trace.calls):
         raise CutError(
-            f"stage starts {tuple(starts)}: the step makes {len(trace.calls)} unit calls, so the last "
+            f"stage starts {tuple(starts)}: the step makes {len(trace.calls)} unit "
+            "calls, so the last "
             "stage would be empty."
         )
     stage_of_call: list[int] = []
@@ -55,17 +60,16 @@ class Segments:
     home: tuple[int, ...]
 
 
-def place_like(
-    trace: Trace, homes: Mapping[str, Iterable[int]], *, num_stages: int
-) -> Segments:
+def place_like(trace: Trace, homes: Mapping[str, Iterable[int]], *, num_stages: int) -> Segments:
     """Lay a step over the stages that already hold its units (evaluation, or another shape).
 
-    A unit that lives on several stages is used where the previous call was, if it is there, else on the
-    nearest later stage. The tail always runs on the last stage.
+    A unit that lives on several stages is used where the previous call was, if it is there, else on
+    the nearest later stage. The tail always runs on the last stage.
 
     Args:
         trace: The step.
-        homes: For each unit name the stages that hold its weights. A unit inside or around a known one
+        homes: For each unit name the stages that hold its weights. A unit inside or around a known
+        one
             is looked up by its name's beginning.
         num_stages: Stages of the training cut.
 
@@ -78,11 +82,13 @@ def place_like(
         choices = sorted(_homes_of(call.unit, homes))
         if not choices:
             raise CutError(
-                f"unit '{call.unit}' is called in this step but belongs to no stage: the training step "
-                "never calls it. Call it in training_step too, or run this step on one device."
+                f"unit '{call.unit}' is called in this step but belongs to no stage: the training "
+                "step never calls it. Call it in training_step too, or run this step on one device."
             )
         here = home[-1] if home else min(choices)
-        stage = here if here in choices else min((c for c in choices if c > here), default=choices[0])
+        stage = (
+            here if here in choices else min((c for c in choices if c > here), default=choices[0])
+        )
         if not home or stage != here:
             home.append(stage)
         segment_of_call.append(len(home) - 1)
@@ -122,7 +128,7 @@ class StepCut:
 
     def __post_init__(self) -> None:
         stages = self.stage_of_call
-        if any(b < a for a, b in zip(stages, stages[1:], strict=False)):
+        if any(b < a for a, b in pairwise(stages)):
             raise CutError("the stages of the calls of a step never go back.")
         self.num_stages = max(self.num_stages, (stages[-1] + 1) if stages else 1)
         find = self._minimum_cut if self.glue_values else self._unit_cut
@@ -159,42 +165,53 @@ class StepCut:
 
     def _minimum_cut(self, stage: int, before: tuple[ValueKey, ...] | None) -> tuple[ValueKey, ...]:
         graph = nx.DiGraph()
-        first = self.first_call(stage)
         known = None if before is None else set(before)
         visited: set[ValueKey] = set()
         pending = [k for k in self._needs(stage) if not isinstance(k, str)]
-        targets = [k for k in pending if not self._is_after(k, stage)]
+        pending = [k for k in pending if not self._is_after(k, stage)]
+        graph.add_edges_from((("out", key), "target") for key in pending)
         while pending:
             key = pending.pop()
-            if key in visited or self._is_after(key, stage):
+            if key in visited:
                 continue
             visited.add(key)
-            is_unit = len(key) == 2
-            can_cross = is_unit or (key[1] <= first and self.trace.glue[key].can_cross)  # type: ignore[index]
-            bytes_ = self._price(key)
-            graph.add_edge(("in", key), ("out", key), **({"capacity": bytes_} if can_cross else {}))
-            made_here = is_unit and (known is None or self.stage_of_call[key[0]] == stage - 1)
-            if made_here or (known is not None and key in known):
+            capacity = {"capacity": self._price(key)} if self._can_cross(key, stage) else {}
+            graph.add_edge(("in", key), ("out", key), **capacity)
+            if self._is_known(key, stage, known):
                 graph.add_edge("source", ("in", key))
-            elif not is_unit:
-                for parent in self.trace.glue[key].parents:  # type: ignore[index]
-                    if isinstance(parent, str):
-                        continue
+                continue
+            for parent in self._parents(key):
+                if not self._is_after(parent, stage):
                     pending.append(parent)
-                    if not self._is_after(parent, stage):
-                        graph.add_edge(("out", parent), ("in", key))
-        for key in targets:
-            graph.add_edge(("out", key), "target")
+                    graph.add_edge(("out", parent), ("in", key))
         if "source" not in graph or "target" not in graph:
             return ()
         try:
             _, (left, right) = nx.minimum_cut(graph, "source", "target")
         except nx.NetworkXUnbounded as error:
             raise CutError(
-                f"no cut before call {first} of the step can be sent: a value there is written in place "
-                "on both sides."
+                """List the values that a glue value is made of; a unit output is made of nothing here."""
+                "is written in place on both sides."
             ) from error
         return tuple(sorted(k for k in visited if ("in", k) in left and ("out", k) in right))
+
+    def _parents(self, key: ValueKey) -> list[ValueKey]:
+        """The values that a glue value is made of; a unit output is made of nothing here."""
+        if len(key) == 2:
+            return []
+        return [parent for parent in self.trace.glue[key].parents if not isinstance(parent, str)]
+
+    def _can_cross(self, key: ValueKey, stage: int) -> bool:
+        """Tell whether the sender has ``key`` at the moment when its part of the step ends."""
+        if len(key) == 2:
+            return True
+        return key[1] <= self.first_call(stage) and self.trace.glue[key].can_cross
+
+    def _is_known(self, key: ValueKey, stage: int, known: set[ValueKey] | None) -> bool:
+        """Tell whether the stage before the cut has ``key`` without making it from other values."""
+        if known is not None and key in known:
+            return True
+        return len(key) == 2 and (known is None or self.stage_of_call[key[0]] == stage - 1)
 
     def _price(self, key: ValueKey) -> int:
         meta = self.trace.meta(key)
@@ -227,7 +244,8 @@ class StepCut:
         return tuple(dict.fromkeys(self.trace.calls[i].unit for i in self.calls_of(stage)))
 
     def glue_parameters(self, stage: int) -> frozenset[str]:
-        """Parameters that the glue of ``stage`` reads on the way from what it has to what it makes."""
+        """Parameters that the glue of ``stage`` reads on the way from what it has to what it
+        makes."""
         if not self.glue_values:
             return self.trace.glue_parameters
         received = set(self.crossing[stage - 1]) if stage else set()
@@ -250,7 +268,9 @@ class StepCut:
                 pending |= self.trace.glue[source].parents
         return frozenset(found)
 
-    def parameters(self, stage: int, unit_parameters: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    def parameters(
+        self, stage: int, unit_parameters: Mapping[str, frozenset[str]]
+    ) -> frozenset[str]:
         """Names of all parameters that ``stage`` must hold.
 
         Args:

@@ -28,7 +28,8 @@ def parameter_names(root: nn.Module) -> dict[str, tuple[str, ...]]:
 def parameters_of_stages(root: nn.Module, cut: StepCut) -> tuple[frozenset[str], ...]:
     """Return, for every stage, the first names of the parameters that it holds.
 
-    A parameter that several stages read is on each of them. One that the step never reads is on the last
+    A parameter that several stages read is on each of them. One that the step never reads is on the
+    last
     stage: evaluation code that uses it runs there.
     """
     first = {id(p): n for n, p in root.named_parameters()}
@@ -96,11 +97,11 @@ class Ownership:
             self._put(name, original)
 
     def fakes_to_originals(self) -> dict[int, nn.Parameter]:
-        """Map the id of every fake parameter to the emptied original; ask before :meth:`restore`."""
+        """Map the id of every fake parameter to the emptied original; ask before
+        :meth:`restore`."""
         return {id(fake): self._originals[name] for name, fake in self._fakes.items()}
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for alias in self.names[name]:
             module_name, _, attribute = alias.rpartition(".")
             self.root.get_submodule(module_name)._parameters[attribute] = parameter
-

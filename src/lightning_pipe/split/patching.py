@@ -1,7 +1,7 @@
 """Stand between the step and its modules, for the length of one run of the step.
 
-A unit is the whole ``module(...)``, hooks included, so ``_call_impl`` is replaced on the instance, and
-``forward`` for those who call it directly. Patches are never on during a backward.
+A unit is the whole ``module(...)``, hooks included, so ``_call_impl`` is replaced on the instance,
+and ``forward`` for those who call it directly. Patches are never on during a backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _METRIC_ENTRIES = ("_call_impl", "forward", "update", "compute")
 
 @contextmanager
 def attributes(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set instance attributes, bypassing ``nn.Module.__setattr__``, and put everything back on exit."""
+    """Set instance attributes, bypassing ``nn.Module.__setattr__``, and put everything back on
+    exit."""
     saved: list[tuple[dict[str, Any], str, bool, Any]] = []
     try:
         for owner, name, value in replacements:
@@ -49,7 +50,8 @@ def routed(units: Iterable[tuple[nn.Module, Wrapper]]) -> Iterator[tuple[Any, st
 
 
 def find_metrics(root: nn.Module) -> list[nn.Module]:
-    """Find torchmetrics objects among the submodules and in plain lists, tuples and dicts of ``root``."""
+    """Find torchmetrics objects among the submodules and in plain lists, tuples and dicts of
+    ``root``."""
     found = [m for m in root.modules() if is_metric(m)]
     for value in list(vars(root).values()):
         items: Iterable[Any] = ()
@@ -73,7 +75,8 @@ def _stub_value(metric: nn.Module) -> Any:
 def silent_metrics(
     metrics: Iterable[nn.Module], on_call: Callable[[Any], None]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """List the replacements that keep metrics from counting, and tell ``on_call`` what they were given."""
+    """List the replacements that keep metrics from counting, and tell ``on_call`` what they were
+    given."""
 
     def stub(metric: nn.Module, method: str) -> Call:
         def silent(*args: Any, **kwargs: Any) -> Any:

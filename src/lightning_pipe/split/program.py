@@ -1,9 +1,9 @@
 """The step program of one stage: the user's whole step, in which only the stage's own units run.
 
-An earlier unit returns what was received for it, or a ghost (a fake tensor of the right shape) where
-this stage needs no value of it. At the first call of a later stage the step is over: it is unwound by an
-exception that ``except Exception`` does not catch. A ghost that reaches an own unit, a send, the loss or
-a log is an error that names producer and consumer, never a wrong number.
+An earlier unit returns what was received for it, or a ghost (a fake tensor of the right shape)
+where this stage needs no value of it. At the first call of a later stage the step is over: it is
+unwound by an exception that ``except Exception`` does not catch. A ghost that reaches an own unit,
+a send, the loss or a log is an error that names producer and consumer, never a wrong number.
 """
 
 from __future__ import annotations
@@ -220,12 +220,14 @@ class _Run:
                 return self._outputs()
             raise CutError(
                 f"stage {program.stage}: the step ended before unit "
-                f"'{self.trace.calls[program._last_call + 1].unit}' was called; when it was traced it "
+                f"'{self.trace.calls[program._last_call + 1].unit}' was called; when it "
+                "was traced it "
                 "went on. A step must call the same units in the same order on every micro-batch."
             )
         if self.count != len(self.trace.calls):
             raise CutError(
-                f"the step made {self.count} unit calls, {len(self.trace.calls)} when it was traced. A "
+                f"the step made {self.count} unit calls, {len(self.trace.calls)} when it "
+                "was traced. A "
                 "step must call the same units in the same order on every micro-batch."
             )
         self.check_real(value, "the step returns")
@@ -252,7 +254,8 @@ class _Run:
         """Refuse a value that has no data on this stage."""
         if any(is_foreign(t) for t in tensors(value)):
             raise CutError(
-                f"stage {self.program.stage}: {what} a tensor that another stage computes and that the "
+                f"stage {self.program.stage}: {what} a tensor that another stage "
+                "computes and that the "
                 "trace did not see being used here."
             )
 
@@ -261,7 +264,8 @@ class _Run:
         for key, tensor in self._given.items():
             if tensor._version != self._versions[key]:
                 raise CutError(
-                    f"stage {program.stage}: {self.trace.name(key)} was written in place after it was "
+                    f"stage {program.stage}: {self.trace.name(key)} was written in place "
+                    "after it was "
                     "received; when it was traced it was not."
                 )
         outputs: list[Tensor] = []
@@ -275,8 +279,10 @@ class _Run:
                 )
             if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
                 raise StageMismatchError(
-                    f"stage {program.stage} should send {spec.name} as {spec.dtype} {spec.shape}, but "
-                    f"made {value.dtype} {tuple(value.shape)}: its shape depends on values. Keep the "
+                    f"stage {program.stage} should send {spec.name} as {spec.dtype} "
+                    f"{spec.shape}, but "
+                    f"made {value.dtype} {tuple(value.shape)}: its shape depends on "
+                    "values. Keep the "
                     "module around it whole by split_points, or pad it to one shape."
                 )
             outputs.append(value)
@@ -309,7 +315,8 @@ class _Run:
         if index >= len(calls) or calls[index].unit != name:
             expected = calls[index].unit if index < len(calls) else "the end of the step"
             raise CutError(
-                f"stage {self.program.stage}: unit '{name}' was called where '{expected}' was when the "
+                f"stage {self.program.stage}: unit '{name}' was called where "
+                f"'{expected}' was when the "
                 "step was traced. A step must call the same units in the same order on every "
                 "micro-batch."
             )
@@ -329,14 +336,20 @@ class _Run:
         return out
 
     def _own(
-        self, call: UnitCall, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        call: UnitCall,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         arguments, _ = flatten((args, kwargs))
         for argument in arguments:
             if is_foreign(argument):
                 raise CutError(
                     f"unit '{call.unit}' (stage {self.program.stage}) reads a tensor of shape "
-                    f"{tuple(argument.shape)} that another stage computes and that the trace did not "
+                    f"{tuple(argument.shape)} that another stage computes and that the "
+                    "trace did not "
                     "see: the step went another way, or wrote it in place unseen."
                 )
         if not call.in_checkpoint:
@@ -408,7 +421,8 @@ class _Run:
     # ------------------------------------------------------------------ glue
 
     def hook_runs_elsewhere(self, tensor: Any) -> bool:
-        """Tell whether a tensor hook belongs to the sender: the value has no data or was received."""
+        """Tell whether a tensor hook belongs to the sender: the value has no data or was
+        received."""
         if is_fake(tensor):
             return True
         received = any(tensor is value for value in self.received.values())
@@ -425,9 +439,10 @@ class _Run:
 
 
 def _side_effects(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    """Run the forward hooks of a ghost: they may collect outputs; the value sent went through them."""
+    """Run the forward hooks of a ghost: they may collect outputs; the value sent went through
+    them."""
     for identity, hook in list(module._forward_hooks.items()):
         if identity in module._forward_hooks_with_kwargs:
-            hook(module, args, kwargs, out)  # type: ignore[call-arg]
+            hook(module, args, kwargs, out)
         else:
             hook(module, args, out)

@@ -1,9 +1,10 @@
 """Where does a tensor come from? Two ledgers, kept while a step is traced.
 
 The operator ledger (a dispatch mode) sees every operator and every alias, and knows for each tensor
-which unit outputs and parameters went into it. The value ledger (a torch-function mode) sees the torch
-calls that the glue makes, in an order that can be repeated, and makes each result a value that may be
-sent. Where a storage is written in place the operator ledger is right and the value ledger is not.
+which unit outputs and parameters went into it. The value ledger (a torch-function mode) sees the
+torch calls that the glue makes, in an order that can be repeated, and makes each result a value
+that may be sent. Where a storage is written in place the operator ledger is right and the value
+ledger is not.
 """
 
 from __future__ import annotations
@@ -177,7 +178,12 @@ _PLACEHOLDERS = {
 }
 
 
-_BINARY = frozenset("add sub mul truediv floordiv mod pow matmul and or xor div".split())
+_BINARY = frozenset(
+    (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("and", "or", "xor", "div"),
+    )
+)
 
 
 def function_name(func: Any) -> str:
@@ -298,7 +304,8 @@ class ValueLedger(TorchFunctionMode):
         )
 
     def close(self) -> None:
-        """Bar values from crossing whose storage was written: a receiver would not see the write."""
+        """Bar values from crossing whose storage was written: a receiver would not see the
+        write."""
         for key, result in self._results.items():
             if self._operators.is_written(result):
                 self.glue[key].can_cross = False

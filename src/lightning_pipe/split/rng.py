@@ -18,7 +18,8 @@ _MASK = (1 << 63) - 1
 
 
 def mix(*parts: int) -> int:
-    """Hash integers into one seed in ``[0, 2**63)`` (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Hash integers into one seed in ``[0, 2**63)`` (the finaliser of splitmix64, Steele et al.
+    2014)."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -46,7 +47,7 @@ class KeyedRandom:
         if self._module is not None:
             self._module.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - users draw from this very generator
+        np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def preserved(device_type: str = "cpu") -> Iterator[None]:
     module = getattr(torch, device_type) if device_type != "cpu" else None
     device_state = module.get_rng_state() if module is not None else None
     python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002
+    numpy_state = np.random.get_state()
     try:
         yield
     finally:
@@ -64,4 +65,4 @@ def preserved(device_type: str = "cpu") -> Iterator[None]:
         if module is not None:
             module.set_rng_state(device_state)
         random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)

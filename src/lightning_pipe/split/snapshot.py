@@ -18,7 +18,8 @@ _CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
 
 
 def _copied(value: Any) -> Any:
-    """Copy a built-in container one level deep; anything else is remembered as the object itself."""
+    """Copy a built-in container one level deep; anything else is remembered as the object
+    itself."""
     return value.copy() if type(value) in _CONTAINERS else value
 
 
@@ -31,7 +32,8 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _same(value: Any, before: Any, content: Any) -> bool:
-    """Tell whether an attribute still is what it was; containers are compared element by identity."""
+    """Tell whether an attribute still is what it was; containers are compared element by
+    identity."""
     if value is not before:
         plain = isinstance(value, (int, float, str, bool, type(None)))
         return plain and type(value) is type(before) and bool(value == before)
@@ -94,9 +96,8 @@ class Snapshot:
         """Yield the names of buffers that were replaced by another tensor or written in place."""
         for name, module, key, buffer, copy in self._buffers:
             now = module._buffers.get(key)
-            if now is not buffer:
-                yield name
-            elif buffer is not None and copy is not None and not torch.equal(buffer, copy):
+            written = buffer is not None and copy is not None and not torch.equal(buffer, copy)
+            if now is not buffer or written:
                 yield name
 
     def restore(self) -> None:
@@ -132,7 +133,8 @@ class AttributeKeeper:
             self._saved.append((space, key, key in space, value, _copied(value)))
 
     def restore(self, *, only_fakes: bool = False) -> None:
-        """Put the attributes back; with ``only_fakes`` only those that hold a tensor without data now."""
+        """Put the attributes back; with ``only_fakes`` only those that hold a tensor without data
+        now."""
         for space, key, existed, value, content in self._saved:
             if only_fakes and not holds_fake(space.get(key)):
                 continue

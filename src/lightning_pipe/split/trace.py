@@ -1,7 +1,7 @@
 """What a trace is: the unit calls of one step, the glue between them, and who reads what.
 
-A *value* is an output leaf of a unit call, or the result of one torch call in the glue. The trace holds
-the graph of values by their keys:
+A *value* is an output leaf of a unit call, or the result of one torch call in the glue. The trace
+holds the graph of values by their keys:
 
     (call, leaf)          leaf ``leaf`` of unit call ``call``
     (-1, segment, k)      the k-th tensor-returning torch call after ``segment`` unit calls
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from lightning_pipe.split._fake import empty_fake
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.tree import TreeSpec
 
-ValueKey = Union[tuple[int, int], tuple[int, int, int]]
-Source = Union[tuple[int, int], tuple[int, int, int], str]
+ValueKey = tuple[int, int] | tuple[int, int, int]
+Source = tuple[int, int] | tuple[int, int, int] | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class SideAttribute:
     meta: Meta
 
 
-Leaf = Union[NewTensor, Alias, Constant, WrittenOutput, WrittenArgument, SideAttribute]
+Leaf = NewTensor | Alias | Constant | WrittenOutput | WrittenArgument | SideAttribute
 
 
 @dataclass(slots=True)
@@ -196,5 +196,7 @@ class Trace:
     def digest_text(self) -> str:
         """A text that is equal on two ranks exactly if they saw the same step."""
         calls = [(c.unit, sorted(map(str, c.inputs)), c.leaves, c.flops) for c in self.calls]
-        glue = [(g.key, g.function, sorted(map(str, g.parents)), g.meta) for g in self.glue.values()]
+        glue = [
+            (g.key, g.function, sorted(map(str, g.parents)), g.meta) for g in self.glue.values()
+        ]
         return repr((calls, glue, sorted(map(str, self.tail_inputs)), sorted(self.glue_parameters)))

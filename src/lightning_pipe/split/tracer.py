@@ -1,8 +1,8 @@
 """Run a step once and write down its unit calls.
 
-Units run on fakes: no memory, no compute. A unit whose code cannot run on fakes (its shapes depend on
-values) runs on random inputs of the same shapes instead. With ``real=True`` everything runs for real:
-the way out for a step whose glue needs values on its way.
+Units run on fakes: no memory, no compute. A unit whose code cannot run on fakes (its shapes depend
+on values) runs on random inputs of the same shapes instead. With ``real=True`` everything runs for
+real: the way out for a step whose glue needs values on its way.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ class Tracer:
         except Exception as error:
             if any(is_fake(p) for p in module.parameters()):
                 raise CutError(
-                    f"unit '{name}' cannot be traced: its code needs values ({type(error).__name__}: "
+                    f"unit '{name}' cannot be traced: its code needs values "
+                    f"({type(error).__name__}: "
                     f"{error}) and its weights are on another rank; give batches of one shape."
                 ) from error
             self.notes.append(f"{name} ran on random inputs ({type(error).__name__})")
@@ -282,7 +283,9 @@ class Tracer:
             args, kwargs = unflatten(used, structure)
             with _Inside(self.operators):
                 out = original(*args, **kwargs)
-        originals = {id(u): a for u, a in zip(used, arguments, strict=True) if isinstance(u, Tensor)}
+        originals = {
+            id(u): a for u, a in zip(used, arguments, strict=True) if isinstance(u, Tensor)
+        }
         leaves, out_structure = flatten(out)
         leaves = [
             originals[id(x)] if id(x) in originals else as_fake(x) if isinstance(x, Tensor) else x
@@ -343,7 +346,8 @@ class Tracer:
         """Look at who calls the unit; return whether it is itself the region of a checkpoint.
 
         Raises:
-            KeepWhole: A custom autograd function, or a checkpoint region wider than the unit, calls it.
+            KeepWhole: A custom autograd function, or a checkpoint region wider than the unit, calls
+            it.
         """
         hidden = not torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         innermost: str | None = None
@@ -407,4 +411,3 @@ def _tensor_attributes(module: nn.Module) -> dict[tuple[str, str], int]:
         for key, value in vars(inner).items()
         if isinstance(value, Tensor)
     }
-

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 
 class _Record(NamedTuple):
-    """How to rebuild one dataclass leaf: its class, the fields that were flattened and their structure."""
+    """How to rebuild one dataclass leaf: its class, the fields that were flattened and their
+    structure."""
 
     cls: type
     fields: tuple[str, ...]
@@ -39,7 +40,9 @@ class TreeSpec(NamedTuple):
 
 def _is_record(value: Any) -> bool:
     return (
-        dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, (dict, Tensor))
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and not isinstance(value, (dict, Tensor))
     )
 
 
@@ -74,7 +77,7 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
             outer_leaves.append(next(stream))
             continue
         values = unflatten([next(stream) for _ in range(record.num_leaves)], record.inner)
-        rebuilt = object.__new__(record.cls)
+        rebuilt: Any = object.__new__(record.cls)
         for name, item in (*zip(record.fields, values, strict=True), *record.rest):
             object.__setattr__(rebuilt, name, item)
         outer_leaves.append(rebuilt)

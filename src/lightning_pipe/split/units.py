@@ -1,8 +1,9 @@
 """Find the units of a module: the submodules whose calls are placed whole.
 
-Coarse first: the children of containers are the blocks that people think in. Then the largest unit is
-opened while it is too big for a good balance or while there are too few units for the stages. A module
-without parameters is never a unit: it costs nothing to hold, so it runs wherever its inputs are.
+Coarse first: the children of containers are the blocks that people think in. Then the largest unit
+is opened while it is too big for a good balance or while there are too few units for the stages. A
+module without parameters is never a unit: it costs nothing to hold, so it runs wherever its inputs
+are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Tell whether a container with more than one child that has parameters is inside ``module``."""
+    """Tell whether a container with more than one child that has parameters is inside
+    ``module``."""
     return any(
         isinstance(m, _CONTAINERS) and sum(1 for c in m.children() if has_parameters(c)) > 1
         for m in module.modules()
@@ -56,7 +58,8 @@ def find_units(
         open_up: Names that must be opened because a tensor inside them is used outside.
 
     Returns:
-        Name to module, in the order of ``root.named_modules()``; a module with two names is one unit.
+        Name to module, in the order of ``root.named_modules()``; a module with two names is one
+        unit.
     """
     units = dict(_coarse("", root, keep_whole, open_up, inside_container=False, top=True))
     _refine(units, num_parameters(root), num_stages, keep_whole, open_up)
@@ -108,9 +111,7 @@ def _coarse(
         )
 
 
-def _children(
-    name: str, module: nn.Module, open_up: Set[str]
-) -> Iterator[tuple[str, nn.Module]]:
+def _children(name: str, module: nn.Module, open_up: Set[str]) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         if is_metric(child) or not has_parameters(child):

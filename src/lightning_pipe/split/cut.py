@@ -196,7 +196,7 @@ class StepCut:
         return tuple(sorted(k for k in visited if ("in", k) in left and ("out", k) in right))
 
     def _parents(self, key: ValueKey) -> list[ValueKey]:
-        """The values that a glue value is made of; a unit output is made of nothing here."""
+        """List what a glue value is made of; a unit output is made of nothing here."""
         if len(key) == 2:
             return []
         return [parent for parent in self.trace.glue[key].parents if not isinstance(parent, str)]

@@ -61,7 +61,7 @@ class OperatorLedger(TorchDispatchMode):
     """
 
     def __init__(self, parameters: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._sources: dict[int, Sources] = {}
         self._by_storage: dict[int, list[Tensor]] = {}
@@ -273,7 +273,7 @@ class ValueLedger(TorchFunctionMode):
             raise ValueNeeded(name, calling_modules()) from error
         self.reads.append((self.segment, parents, calling_modules()))
         with self.paused():
-            return _PLACEHOLDERS[name](fakes[0])
+            return _PLACEHOLDERS[name](fakes[0])  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, out: Any, inputs: list[Tensor], parents: Sources) -> None:
         outputs = tensors(out)

@@ -59,13 +59,13 @@ class _Inside(TorchDispatchMode):
     """Puts the operator ledger above the fake mode while a unit runs."""
 
     def __init__(self, ledger: OperatorLedger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
-        return self._ledger.__torch_dispatch__(func, types, args, kwargs)
+        return self._ledger.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class _SavedBytes:

@@ -1,0 +1,104 @@
+"""The command line: `lightning-pipe fit --config run.yaml`, `lightning-pipe draw --schedule gpipe`.
+
+`fit`, `validate`, `test` and `predict` are LightningCLI with `strategy=pipeline` as the default;
+torch and Lightning are imported for them alone.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.planning.costs import StageCosts
+from lightning_pipe.planning.ir import Schedule
+from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedule_text
+from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
+from lightning_pipe.planning.simulate import simulate
+
+__all__ = ["draw", "main", "train"]
+
+_SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
+
+
+def main() -> None:
+    """Runs the command in `sys.argv`."""
+    if sys.argv[1:2] == ["draw"]:
+        try:
+            draw(sys.argv[2:])
+        except (PipelineError, OSError) as error:
+            sys.exit(f"lightning-pipe draw: {error}")
+    else:
+        train()
+
+
+def train() -> Any:
+    """LightningCLI: model and data by class path, the trainer by its arguments."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as with `python -m`: class paths start in the user's folder
+    from lightning.pytorch.cli import LightningCLI
+
+    return LightningCLI(
+        trainer_defaults={"strategy": "pipeline"},
+        parser_kwargs={
+            "prog": "lightning-pipe",
+            "description": "Trains an ordinary LightningModule in a pipeline of processes.",
+            "epilog": "See also: lightning-pipe draw --help",
+        },
+    )
+
+
+def draw(arguments: Sequence[str]) -> None:
+    """Draws who computes what when, as a table, a picture or a trace."""
+    options = _draw_parser().parse_args(arguments)
+    schedule = make_schedule(
+        options.schedule,
+        num_ranks=options.stages,
+        num_microbatches=options.microbatches,
+        virtual_stages=options.virtual_stages,
+    )
+    files = {kind: getattr(options, kind) for kind in ("png", "svg", "trace")}
+    if options.text or not any(files.values()):
+        print(schedule_text(schedule))
+    for kind, name in files.items():
+        if name:
+            _write(schedule, kind, Path(name))
+
+
+def _draw_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe draw",
+        description="Draws who computes what when, for equal stages whose backward takes as long "
+        "as two forwards. Prints a table unless a file is asked for.",
+    )
+    names = ", ".join(SCHEDULES)
+    parser.add_argument("--schedule", default="1f1b", help=f"{names}, or the path of a CSV file")
+    parser.add_argument("--stages", type=int, default=4, metavar="P", help="ranks of the pipeline")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, metavar="M", help="micro-batches per step"
+    )
+    parser.add_argument(
+        "--virtual-stages", type=int, default=1, metavar="V", help="chunks of the model per rank"
+    )
+    parser.add_argument("--text", action="store_true", help="print the table")
+    parser.add_argument("--png", metavar="FILE", help="write a picture")
+    parser.add_argument("--svg", metavar="FILE", help="write a vector picture")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a Chrome trace, which https://ui.perfetto.dev opens"
+    )
+    return parser
+
+
+def _write(schedule: Schedule, kind: str, path: Path) -> None:
+    if kind == "trace":
+        equal = [StageCosts(_SLOT_S, _SLOT_S, _SLOT_S)] * schedule.num_stages
+        path.write_text(json.dumps(chrome_trace(simulate(schedule, equal))))
+    else:
+        schedule_figure(schedule).savefig(path, format=kind, dpi=150)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

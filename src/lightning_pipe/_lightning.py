@@ -1,0 +1,224 @@
+"""SEAM: the only file that touches Lightning's private names.
+
+Whatever a new Lightning release renames is mended here. Nothing here knows of stages.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero as lightning_rank_zero
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core import rank_zero
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_pipe.split._fake import is_fake
+
+#: The steps of a LightningModule, by the stage of the Trainer.
+STEPS = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+#: What Lightning itself keeps in a LightningModule.
+MODULE_SPACE = frozenset(vars(LightningModule())) | {"_metric_attributes"}
+
+SubprocessLauncher = _SubprocessScriptLauncher
+optimizer_to_device = _optimizer_to_device
+optimizers_to_device = _optimizers_to_device
+is_distributed_initialized = _distributed_is_initialized
+
+
+def make_launcher(
+    strategy: Strategy, start_method: str, environment: Any, num_processes: int, num_nodes: int
+) -> Any:
+    """Makes what starts the other processes: the script again, or children of this process."""
+    if start_method == "popen":
+        return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+
+
+def connect_processes(
+    environment: Any, backend: str | None, device: torch.device, timeout: Any
+) -> str:
+    """Makes the default process group if there is none yet; returns its backend."""
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    if not _distributed_is_initialized():
+        device_id = None if device.type == "cpu" else device
+        _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+        atexit.register(_disconnect)
+    return backend
+
+
+def _disconnect() -> None:
+    if _distributed_is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def set_rank_zero(global_rank: int) -> None:
+    """Tells `rank_zero_only` and its like which process this is."""
+    rank_zero.rank_zero_only.rank = global_rank
+    lightning_rank_zero.rank_zero_only.rank = global_rank
+
+
+def has_step(module: LightningModule, name: str) -> bool:
+    """Whether the user wrote this step."""
+    return is_overridden(name, module)
+
+
+def takes_dataloader_iter(module: LightningModule, name: str) -> bool:
+    """Whether a step wants to pull its batches itself."""
+    return is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
+
+
+def set_device(module: torch.nn.Module, device: torch.device) -> None:
+    """Makes `module.device` say where the module is about to be."""
+    for child in module.modules():
+        if hasattr(child, "_device") and isinstance(child, LightningModule):
+            child._device = device
+
+
+def first_training_batch(trainer: Trainer) -> tuple[bool, Any]:
+    """Sets up the data of `fit` and looks at the first batch, which stays the first to be read.
+
+    Returns:
+        Whether there is one, and the batch as the loaders give it.
+    """
+    loop = trainer.fit_loop
+    loop.setup_data()
+    fetcher, loader = loop._data_fetcher, loop._combined_loader
+    if fetcher is None or loader is None or loop.max_batches == 0:
+        return False, None
+    if isinstance(fetcher, _DataLoaderIterDataFetcher):
+        return False, None
+    if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.batches:
+        return True, fetcher.batches[0][0]
+    if fetcher.done or loader._iterator is None:
+        return False, None
+    iterators: list[Any] = loader._iterator.iterators  # of `SharedLoader`s, or plain on one rank
+    if any(not hasattr(iterator, "peek") for iterator in iterators):
+        return False, None
+    found = [iterator.peek() for iterator in iterators]
+    if any(not there for there, _ in found):
+        return False, None
+    return True, pytree.tree_unflatten([batch for _, batch in found], loader._spec)
+
+
+def restore_loaders(trainer: Trainer) -> None:
+    """Gives stateful loaders their states from the checkpoint; `fit`'s data is set up before it is read."""
+    loop = trainer.fit_loop
+    if not getattr(loop, "_combined_loader_states_to_load", None) or loop._combined_loader is None:
+        return
+    loop._load_combined_loader_states()
+    assert loop._data_fetcher is not None
+    iter(loop._data_fetcher)
+
+
+def takes_batch_idx(module: LightningModule, name: str = "training_step") -> bool:
+    """Whether a step has a parameter for the index of the batch."""
+    return bool(is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2))
+
+
+def with_default_io(strategy: Strategy, default: Callable[[], CheckpointIO]) -> CheckpointIO:
+    """The plug-in that writes checkpoints; `default` where the user has not chosen one."""
+    if strategy._checkpoint_io is None:
+        strategy._checkpoint_io = default()
+    elif isinstance(strategy._checkpoint_io, _WrappingCheckpointIO):
+        strategy._checkpoint_io.checkpoint_io = default()
+    return strategy._checkpoint_io
+
+
+def teardown(strategy: Strategy, parent: Callable[[], None]) -> None:
+    """Tears a strategy down; parameters that are fakes cannot be moved to the host and stay."""
+    module = strategy._lightning_module
+    if module is not None and any(is_fake(parameter) for parameter in module.parameters()):
+        strategy._lightning_module = None
+    try:
+        parent()
+    finally:
+        strategy._lightning_module = module
+
+
+def ready_batch(trainer: Trainer, batch: Any, device: torch.device) -> Any:
+    """Takes a loader's batch through the hooks that Lightning calls before a step."""
+    module = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+
+
+def batch_index(trainer: Trainer) -> tuple[int, ...]:
+    """Numbers that tell this batch from every other of the run, equal after a resume."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.training:
+        return (0, loop.total_batch_idx)
+    if trainer.state.fn == TrainerFn.FITTING:
+        return (1, loop.total_batch_idx, loop.val_loop.batch_progress.total.ready)
+    active = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    return (2 + trainer.predicting, active.batch_progress.total.ready)
+
+
+@contextmanager
+def step_name(module: LightningModule, name: str) -> Iterator[None]:
+    """Tells the module which hook runs, as the Trainer does around a step."""
+    before = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def stage_of(trainer: Trainer, stage: RunningStage) -> Iterator[None]:
+    """Lets the Trainer be in another stage for a while."""
+    before = trainer.state.stage
+    trainer.state.stage = stage
+    try:
+        yield
+    finally:
+        trainer.state.stage = before
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """The user's optimizer, out of Lightning's wrapper."""
+    found: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return found
+
+
+def replace_clip(
+    precision: Precision, clip: Callable[[Optimizer, float], None]
+) -> Callable[[], None]:
+    """Lets `gradient_clip_val` use `clip` for the norm; returns what undoes it."""
+    precision.clip_grad_by_norm = clip  # type: ignore[method-assign, assignment]
+
+    def undo() -> None:
+        precision.__dict__.pop("clip_grad_by_norm", None)
+
+    return undo

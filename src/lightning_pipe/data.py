@@ -1,0 +1,162 @@
+"""One batch for all stages: one process reads the loader, the others are given what it read.
+
+With each batch go the reader's random states, so what hooks draw after it (a random transform in
+`on_after_batch_transfer`) is the same on every rank; so are the length, the end and a failure.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import sized_len
+
+from lightning_pipe.runtime.accelerator import get_rng_state, set_rng_state
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.share import broadcast_object
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What one call of `next` on the reader led to: a batch, the end, or an exception."""
+
+    batch: Any = None
+    is_end: bool = False
+    error: BaseException | None = None
+    rng: Any = None
+
+
+class SharedLoader:
+    """Stands for a loader on every rank of a pipeline; only one rank iterates it.
+
+    Everything but the iteration is the loader's own: attributes are read and set there, and `isinstance`
+    sees its class.
+
+    Args:
+        loader: The user's loader, on this rank.
+        ranks: This rank.
+        device: Whose random state goes with each batch, beside the host's.
+    """
+
+    def __init__(self, loader: Iterable[Any], ranks: Ranks, device: torch.device) -> None:
+        space = self.__dict__
+        space["_shared"] = loader
+        space["_ranks"] = ranks
+        space["_of_device"] = device
+        space["_num_batches"] = self._agree(sized_len(loader) if ranks.is_first else None)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._shared)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_shared"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._shared, name, value)
+
+    def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError(f"the {type(self._shared).__name__} has no length")
+        length: int = self._num_batches
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = _SharedIterator(self._shared, self._ranks, self._of_device)
+        self.__dict__["_num_batches"] = iterator.num_batches
+        return iterator
+
+    def _agree(self, value: Any) -> Any:
+        return broadcast_object(self._ranks, value, self._ranks.first_position)
+
+
+class _SharedIterator(Iterator[Any]):
+    """One pass over a `SharedLoader`. Making it, `next` and `peek` are done by all ranks together."""
+
+    def __init__(self, loader: Iterable[Any], ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._iterator: Iterator[Any] | None = None
+        self._peeked: _Read | None = None
+        self._rng_before_peek: Any = None
+        error, length = None, None
+        if ranks.is_first:
+            try:
+                self._iterator = iter(loader)
+                length = sized_len(loader)
+            except Exception as caught:
+                error = caught
+        error, self.num_batches = broadcast_object(ranks, (error, length), ranks.first_position)
+        if error is not None:
+            raise error
+
+    def __next__(self) -> Any:
+        read = self._peeked
+        if read is None:
+            read = self._read()
+            if not self._ranks.is_first and read.rng is not None:
+                _set_rng(self._device, read.rng)
+        else:
+            # The batch was read ahead of its time: the generators move now, as they would have.
+            self._peeked = None
+            if not self._ranks.is_first or _same(_get_rng(self._device), self._rng_before_peek):
+                _set_rng(self._device, read.rng)
+        if read.error is not None:
+            raise read.error
+        if read.is_end:
+            raise StopIteration
+        return read.batch
+
+    def peek(self) -> tuple[bool, Any]:
+        """Reads the first batch and keeps it; the random generators stay as they were.
+
+        Returns:
+            Whether there is one, and the batch.
+        """
+        if self._peeked is None:
+            self._rng_before_peek = _get_rng(self._device)
+            self._peeked = self._read()
+            _set_rng(self._device, self._rng_before_peek)
+        if self._peeked.error is not None:
+            raise self._peeked.error
+        return not self._peeked.is_end, self._peeked.batch
+
+    def _read(self) -> _Read:
+        read = _Read()
+        if self._ranks.is_first:
+            assert self._iterator is not None
+            try:
+                read = _Read(next(self._iterator))
+            except StopIteration:
+                read = _Read(is_end=True)
+            except Exception as error:
+                read = _Read(error=error)
+            read = _Read(read.batch, read.is_end, read.error, _get_rng(self._device))
+        shared: _Read = broadcast_object(self._ranks, read, self._ranks.first_position)
+        return read if self._ranks.is_first else shared
+
+
+def _get_rng(device: torch.device) -> Any:
+    return get_rng_state(device), random.getstate(), np.random.get_state()
+
+
+def _set_rng(device: torch.device, state: Any) -> None:
+    set_rng_state(device, state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+
+
+def _same(a: Any, b: Any) -> bool:
+    return (
+        all(
+            x is y or torch.equal(x, y)
+            for x, y in zip(a[0], b[0], strict=True)
+            if x is not None and y is not None
+        )
+        and a[1] == b[1]
+        and all(bool(np.all(x == y)) for x, y in zip(a[2], b[2], strict=True))
+    )

@@ -1,0 +1,110 @@
+"""Gradients of a step that has already run backward, handed over when Lightning calls `backward`.
+
+Lightning's closure is step, then zero_grad, then backward with the loss divided by the number of
+accumulated batches (loops/optimization/automatic.py). A schedule runs its backwards inside the step, so
+its gradients are set aside, and the returned loss is a leaf of a graph whose backward adds them, times
+the gradient that reaches the loss: scaling, accumulation and a user's own `backward` work unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipe.runtime.ranks import Ranks
+
+
+class GradientStash:
+    """Gradients of one step, kept away from `.grad`.
+
+    Args:
+        parameters: Those that the step may give gradients to.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.gradients: dict[str, Tensor] = {}
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Runs a step with empty gradients; afterwards the former ones are back in place."""
+        before = {name: parameter.grad for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    self.gradients[name] = parameter.grad
+                parameter.grad = before[name]
+
+    def hand_over(self, factor: Tensor) -> None:
+        """Adds the gradients, times a factor, to `.grad`."""
+        for name, gradient in self.gradients.items():
+            parameter = self._parameters[name]
+            scaled = gradient * factor.to(gradient.device)
+            if parameter.grad is None:
+                parameter.grad = scaled
+            elif parameter.grad.is_sparse and not scaled.is_sparse:
+                parameter.grad = parameter.grad + scaled
+            else:
+                parameter.grad += scaled
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """The loss as the end of a graph whose backward hands the gradients over."""
+        anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
+        attached: Tensor = _HandOver.apply(anchor, loss.detach(), self)  # type: ignore[no-untyped-call]
+        return attached
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, stash: GradientStash) -> Tensor:
+        ctx.stash = stash
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            ctx.stash.hand_over(grads[0].sum())
+        return torch.zeros_like(grads[0].sum()), None, None
+
+
+def clip_by_norm_over_stages(
+    ranks: Ranks, counted: Callable[[Tensor], bool]
+) -> Callable[[Optimizer, float], None]:
+    """Makes what clips by the norm over all stages; every rank calls it with its part.
+
+    Args:
+        ranks: This rank.
+        counted: Whether this rank counts a parameter: one of all ranks that hold a copy does.
+    """
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        parameters: Sequence[Tensor] = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        counted_grads = [p.grad for p in parameters if counted(p) and p.grad is not None]
+        norm = total_norm(counted_grads, ranks)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+
+    return clip
+
+
+def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    """The 2-norm of the gradients of all ranks of a pipeline."""
+    own = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    square = own.detach().to("cpu", torch.float64) ** 2
+    if ranks.control_group is not None:
+        dist.all_reduce(square, group=ranks.control_group)
+    return square.sqrt().to(own.device, own.dtype)

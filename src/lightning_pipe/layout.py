@@ -1,0 +1,223 @@
+"""What the user asked for: how many stages, micro-batches, which schedule, how to balance. Checked at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipe.errors import ConfigError, ScheduleError
+from lightning_pipe.planning import balance as cuts
+from lightning_pipe.planning.ir import Schedule
+from lightning_pipe.planning.plan import Plan, StagePlan
+from lightning_pipe.planning.schedules import SCHEDULES, make_schedule, validate_user
+from lightning_pipe.planning.simulate import ideal_bubble_fraction
+from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.trace import Trace
+
+BALANCES = ("auto", "flops", "parameters", "uniform")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The arguments of the strategy that decide how a model is laid over ranks.
+
+    Attributes:
+        num_ranks: P.
+        virtual_stages: V.
+        num_microbatches: M, or None: 4P where the batch allows.
+        schedule: A name, the path of a CSV file, or "auto".
+        balance: One of `BALANCES`, or a number of unit calls for each stage.
+        split_points: Names of modules after which to cut.
+    """
+
+    num_ranks: int
+    virtual_stages: int = 1
+    num_microbatches: int | None = None
+    schedule: str = "auto"
+    balance: str | tuple[int, ...] = "auto"
+    split_points: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "virtual_stages", "num_microbatches"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                shown = "pipeline_parallel_size" if name == "num_ranks" else name
+                raise ConfigError(f"{shown}={value!r}: give a whole number, 1 at least")
+        if isinstance(self.balance, str) and self.balance not in BALANCES:
+            raise ConfigError(
+                f"balance={self.balance!r}: give one of {', '.join(BALANCES)}, or a list with the number "
+                f"of unit calls of each of the {self.num_stages} stages"
+            )
+        if not isinstance(self.balance, str) and len(self.balance) != self.num_stages:
+            raise ConfigError(
+                f"balance={list(self.balance)}: {len(self.balance)} counts for {self.num_stages} stages "
+                f"({self.num_ranks} ranks x {self.virtual_stages}); give one count per stage"
+            )
+        if self.split_points is not None and len(self.split_points) != self.num_stages - 1:
+            raise ConfigError(
+                f"split_points: {len(self.split_points)} names make {len(self.split_points) + 1} stages, "
+                f"but there are {self.num_stages} ({self.num_ranks} ranks x {self.virtual_stages}); give "
+                f"{self.num_stages - 1} names"
+            )
+        self._check_schedule()
+
+    @property
+    def num_stages(self) -> int:
+        """P * V."""
+        return self.num_ranks * self.virtual_stages
+
+    def microbatches_for(self, rows: int) -> int:
+        """How many micro-batches a batch of so many rows is split into."""
+        wanted = self.num_microbatches
+        if wanted is None:
+            wanted = 4 * self.num_ranks if self.num_ranks > 1 else 1
+        return min(wanted, rows)
+
+    def schedule_name(self, num_microbatches: int) -> str:
+        """The schedule to run; "auto" is decided by the number of micro-batches."""
+        if self.schedule != "auto":
+            return self.schedule
+        if self.virtual_stages > 1:
+            return "interleaved_1f1b"
+        return "1f1b" if num_microbatches >= self.num_ranks else "gpipe"
+
+    def make(self, num_microbatches: int, *, name: str | None = None) -> Schedule:
+        """The schedule for any number of micro-batches, as a short batch may need."""
+        return make_schedule(
+            name or self.schedule_name(num_microbatches),
+            num_ranks=self.num_ranks,
+            num_microbatches=num_microbatches,
+            virtual_stages=self.virtual_stages,
+            strict=False,
+        )
+
+    def stage_to_rank(self) -> tuple[int, ...]:
+        """The position that holds each stage."""
+        return self.make(1 if _is_file(self.schedule) else 2 * self.num_ranks).stage_to_rank
+
+    def _check_schedule(self) -> None:
+        name = self.schedule
+        if _is_file(name):
+            make_schedule(
+                name,
+                num_ranks=self.num_ranks,
+                num_microbatches=self.num_microbatches or 1,
+                virtual_stages=self.virtual_stages,
+                strict=False,
+            )
+            return
+        if name != "auto" and name not in SCHEDULES:
+            raise ScheduleError(
+                f"schedule={name!r}: unknown; give 'auto', the path of a .csv file, or one of "
+                f"{', '.join(sorted(SCHEDULES))}"
+            )
+        num_microbatches = self.num_microbatches or 4 * self.num_ranks
+        validate_user(
+            self.schedule_name(num_microbatches),
+            self.num_ranks,
+            num_microbatches,
+            self.virtual_stages,
+        )
+
+
+def stage_starts(layout: Layout, trace: Trace) -> tuple[int, ...]:
+    """The first unit call of each stage."""
+    calls, num_stages = trace.calls, layout.num_stages
+    if layout.split_points is not None:
+        return cuts.at_names([call.unit for call in calls], layout.split_points)
+    if not isinstance(layout.balance, str):
+        return cuts.explicit(layout.balance, len(calls))
+    if layout.balance == "uniform":
+        return cuts.uniform(len(calls), num_stages)
+    return cuts.partition(unit_costs(trace, layout.balance), num_stages)
+
+
+def unit_costs(trace: Trace, balance: str) -> list[float]:
+    """What each unit call weighs: its share of the FLOPs, of the parameters, or of both."""
+    flops: Sequence[float] = _shares([call.flops for call in trace.calls])
+    weights: Sequence[float] = _shares([_parameters(trace)[i] for i in range(len(trace.calls))])
+    if balance == "flops":
+        return list(flops)
+    if balance == "parameters":
+        return list(weights)
+    if not any(flops):
+        return list(weights)
+    # A unit that only moves data has no FLOPs but takes time and memory: its weights stand for that.
+    return [0.9 * f + 0.1 * w for f, w in zip(flops, weights, strict=True)]
+
+
+def make_plan(
+    layout: Layout, trace: Trace, cut: StepCut, held: Sequence[frozenset[str]], sizes: Any
+) -> Plan:
+    """Describes a cut.
+
+    Args:
+        layout: What was asked for.
+        trace: The traced step.
+        cut: The cut of it.
+        held: The parameters of each stage.
+        sizes: For each parameter its number of elements and of bytes.
+    """
+    num_microbatches = layout.num_microbatches or 4 * layout.num_ranks
+    schedule = layout.make(num_microbatches)
+    stages = []
+    for stage in range(cut.num_stages):
+        calls = [trace.calls[i] for i in cut.calls_of(stage)]
+        replicated = sorted(
+            name for name in held[stage] if any(name in h for s, h in enumerate(held) if s != stage)
+        )
+        outgoing = cut.crossing[stage] if stage < cut.num_stages - 1 else ()
+        stages.append(
+            StagePlan(
+                stage=stage,
+                rank=schedule.stage_to_rank[stage],
+                first_unit=calls[0].unit if calls else "-",
+                last_unit=calls[-1].unit if calls else "-",
+                num_units=len(calls),
+                parameters=sum(sizes[name][0] for name in held[stage]),
+                parameter_bytes=sum(sizes[name][1] for name in held[stage]),
+                flops=sum(call.flops for call in calls),
+                activation_bytes=sum(call.activation_bytes for call in calls),
+                boundary_bytes=sum(trace.meta(key).wire_bytes for key in outgoing),
+                replicated_parameters=tuple(replicated),
+            )
+        )
+    balance = layout.balance if isinstance(layout.balance, str) else "counts"
+    return Plan(
+        stages=tuple(stages),
+        schedule_name=schedule.name,
+        num_ranks=layout.num_ranks,
+        virtual_stages=layout.virtual_stages,
+        num_microbatches=num_microbatches,
+        balance="split_points" if layout.split_points is not None else balance,
+        ideal_bubble_fraction=ideal_bubble_fraction(schedule),
+        notes=trace.notes,
+    )
+
+
+def cut_step(layout: Layout, trace: Trace) -> StepCut:
+    """Cuts the training step as the layout says."""
+    return StepCut(trace, place(trace, stage_starts(layout, trace)), num_stages=layout.num_stages)
+
+
+def _parameters(trace: Trace) -> list[int]:
+    """Parameters by call; those of a unit that is called again count once."""
+    seen: set[str] = set()
+    counts = []
+    for call in trace.calls:
+        counts.append(0 if call.unit in seen else call.parameters)
+        seen.add(call.unit)
+    return counts
+
+
+def _shares(values: Sequence[int]) -> list[float]:
+    total = sum(values)
+    return [value / total if total else 0.0 for value in values]
+
+
+def _is_file(schedule: str) -> bool:
+    return os.fspath(schedule).lower().endswith(".csv")

@@ -1,0 +1,110 @@
+"""Small services of the strategy: what it refuses, how it shows its plan, how it writes files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
+
+from lightning_pipe import _lightning as seam
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.planning.plan import Plan
+from lightning_pipe.split._fake import is_fake
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and moves it there when it is complete."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Saves a checkpoint; a crash leaves the old file or the new one, never a part."""
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            super().save_checkpoint(checkpoint, part, storage_options)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def refuse_training(module: LightningModule) -> None:
+    """Refuses modules whose training a schedule cannot run.
+
+    Raises:
+        ConfigError: With the reason and the alternative.
+    """
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} sets automatic_optimization=False: a pipeline runs forward and "
+            "backward of a step by its schedule, so the step cannot call manual_backward itself. Use "
+            "automatic optimization, or train on one device"
+        )
+    if seam.takes_dataloader_iter(module, "training_step"):
+        raise ConfigError(
+            f"{type(module).__name__}.training_step(dataloader_iter) reads its batches itself, but all "
+            "stages must be given the same one. Use training_step(batch, batch_idx)"
+        )
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses optimizers that need all parameters in one process.
+
+    Raises:
+        ConfigError: With the reason and the alternative.
+    """
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returns {len(optimizers)} optimizers: a pipeline step has one "
+            "backward. Put all parameters into the groups of one optimizer, or train on one device"
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "LBFGS needs products over all parameters, which are on different ranks, within its "
+                "step. Use an optimizer that treats parameters one by one, such as AdamW, or train on "
+                "one device"
+            )
+
+
+def move_own(module: nn.Module, device: torch.device) -> None:
+    """Moves what has data: the parameters of this rank, buffers and metrics."""
+    for parameter in module.parameters():
+        if not is_fake(parameter):
+            parameter.data = parameter.data.to(device)
+    for child in module.modules():
+        if isinstance(child, Metric):
+            child.to(device)
+            continue
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                child._buffers[name] = buffer.to(device)
+    seam.set_device(module, device)
+
+
+def show_plan(plan: Plan) -> None:
+    """Shows a plan as a table, on the console of this process."""
+    header, *rows = plan.table_rows()
+    table = Table(
+        *header, title=f"Pipeline: {plan.describe().splitlines()[0]}", title_justify="left"
+    )
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    rank_zero_info("\n" + captured.get() + "".join(f"note: {note}\n" for note in plan.notes))

@@ -1,0 +1,174 @@
+"""The whole model's state out of the ranks' parts, and back: weights, buffers, optimizer state.
+
+All functions that take `ranks` are called by all ranks of a pipeline together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.checkpoint import gather_state
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.split.ownership import parameter_names
+from lightning_pipe.steps import Home
+
+
+def share_initial_state(module: nn.Module, ranks: Ranks) -> None:
+    """Gives every rank the parameters and buffers of the first one, tensor by tensor.
+
+    Equal to what a rank has if the model was built from a seed; scripts need not seed.
+    """
+    seen: set[int] = set()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            received = share.broadcast_object(ranks, tensor.detach(), ranks.first_position)
+            if not ranks.is_first:
+                with torch.no_grad():
+                    tensor.copy_(received)
+
+
+class BufferWatch:
+    """Knows which buffers were written since the cut: only those are carried.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {name: (b, b._version) for name, b in module.named_buffers()}
+
+    def changed(self, home: Home, position: int) -> dict[str, Tensor]:
+        """Buffers that this rank owns and has written."""
+        found = {}
+        for name, buffer in self._module.named_buffers():
+            known, version = self._before.get(name, (None, -1))
+            if (buffer is not known or buffer._version != version) and (
+                home.owner_of_buffer(name) == position
+            ):
+                found[name] = buffer.detach()
+        return found
+
+
+def gather_buffers(watch: BufferWatch, home: Home, ranks: Ranks) -> dict[str, Tensor]:
+    """The buffers that any rank has written, on all ranks."""
+    parts = share.gather_objects(ranks, watch.changed(home, ranks.position)) or []
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def gather_parameters(
+    module: nn.Module, home: Home, ranks: Ranks, *, everywhere: bool
+) -> dict[str, Tensor]:
+    """The parameters that this rank does not hold, on the host, tensor by tensor.
+
+    Args:
+        module: The user's module, cut.
+        home: Where the weights are.
+        ranks: This rank.
+        everywhere: To all ranks; else to the first only, and the others get none.
+    """
+    keep = home.ownership.keep
+    owner_of = {name: home.owners(name)[0] for name in parameter_names(module)}
+    local = {name: module.get_parameter(name).detach() for name in keep}
+    if not everywhere:
+        found = gather_state(ranks, local, owner_of) or {}
+        return {name: value for name, value in found.items() if name not in keep}
+    found = {}
+    for name, owner in owner_of.items():
+        value = share.broadcast_object(ranks, local.get(name), owner)
+        if name not in keep:
+            found[name] = value.cpu()
+    return found
+
+
+@contextmanager
+def whole(
+    module: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Puts values in the place of fakes and stale buffers for a while, so `state_dict()` is complete."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    names = parameter_names(module)
+    try:
+        for name, value in parameters.items():
+            stand_in = nn.Parameter(value, requires_grad=False)
+            for alias in names[name]:
+                owner, _, key = alias.rpartition(".")
+                space = module.get_submodule(owner)._parameters
+                saved.append((space, key, space[key]))
+                space[key] = stand_in
+        for name, value in buffers.items():
+            owner, _, key = name.rpartition(".")
+            held = module.get_submodule(owner)._buffers
+            saved.append((held, key, held[key]))
+            held[key] = value
+        yield
+    finally:
+        for space, key, value in saved:
+            space[key] = value
+
+
+def set_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Takes over buffers that other ranks have written."""
+    for name, value in buffers.items():
+        owner, _, key = name.rpartition(".")
+        space = module.get_submodule(owner)._buffers
+        held = space[key]
+        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            space[key] = value if held is None else value.to(held.device)
+
+
+def swap_parameters(optimizer: Optimizer, replacements: Mapping[int, nn.Parameter]) -> None:
+    """Puts other parameters in the places of some; state of those that leave is dropped."""
+    for group in optimizer.param_groups:
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) in replacements:
+                optimizer.state.pop(parameter, None)
+                group["params"][place] = replacements[id(parameter)]
+
+
+def gather_optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], home: Home, ranks: Ranks
+) -> dict[str, Any]:
+    """The optimizer's state as on one device, on the first rank; this rank's part elsewhere.
+
+    Args:
+        optimizer: It holds all parameters, in the same order on every rank.
+        names: The first name of each parameter object, by id.
+        home: Where the weights are.
+        ranks: This rank.
+    """
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    owner_of = {}
+    keys = share.gather_objects(ranks, list(state["state"])) or []
+    for key in sorted(
+        {k for part in keys for k in part}, key=lambda k: (not isinstance(k, int), k)
+    ):
+        name = names.get(id(parameters[key])) if isinstance(key, int) else None
+        owner_of[key] = ranks.first_position if name is None else home.owners(name)[0]
+    gathered = gather_state(ranks, state["state"], owner_of)
+    return state if gathered is None else {**state, "state": gathered}
+
+
+def own_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str], home: Home
+) -> dict[str, Any]:
+    """The part of a whole optimizer state that belongs to this rank's parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = {
+        index: entry
+        for index, entry in state["state"].items()
+        if not isinstance(index, int) or names.get(id(parameters[index]), "") in home.ownership.keep
+    }
+    return {**state, "state": kept}

@@ -1,0 +1,408 @@
+"""Runs the steps of a LightningModule over the stages of a pipeline: trace, cut, run, carry back.
+
+One `Pipeline` lives from `setup` to `teardown`. It knows the module, this rank and the layout; loops, hooks
+and checkpoints are the strategy's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.gradients import GradientStash
+from lightning_pipe.layout import Layout, cut_step, make_plan
+from lightning_pipe.planning.ir import Schedule
+from lightning_pipe.planning.plan import Plan
+from lightning_pipe.planning.schedules import forward_only
+from lightning_pipe.planning.timeline import Span
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.engine import Engine
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.microbatch import (
+    Pieces,
+    copy_tensors,
+    count_rows,
+    has_rows,
+    signature,
+    split_batch,
+)
+from lightning_pipe.split.ownership import Ownership, parameters_of_stages
+from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.rng import mix
+from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.split.trace import Trace
+from lightning_pipe.tail import Tail, Traces
+
+Context = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CutStep:
+    """A step of one batch structure, cut: stages (or, in evaluation, segments) and where they are."""
+
+    cut: StepCut
+    placement: tuple[int, ...]
+    glue_attributes: frozenset[tuple[str, str]]
+    programs: dict[int, StageProgram] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where the weights are, since the first cut.
+
+    Attributes:
+        cut: The first cut.
+        starts: First call of each of its stages.
+        stage_to_rank: Position of each stage.
+        held: Parameters of each stage, by their first names.
+        stages_of_unit: Stages that hold each unit.
+        ownership: What this rank keeps.
+    """
+
+    cut: StepCut
+    starts: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
+    held: tuple[frozenset[str], ...]
+    stages_of_unit: Mapping[str, frozenset[int]]
+    ownership: Ownership
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Positions that hold a parameter, in the order of their stages."""
+        ranks = [self.stage_to_rank[s] for s, held in enumerate(self.held) if name in held]
+        return tuple(dict.fromkeys(ranks))
+
+    def owner_of_buffer(self, name: str) -> int:
+        """The position whose copy of a buffer counts: of its unit, or of the tail."""
+        best = ""
+        for unit in self.stages_of_unit:
+            if (name.startswith(unit + ".") or not unit) and len(unit) >= len(best):
+                best = unit
+        stages = self.stages_of_unit.get(best)
+        return self.stage_to_rank[max(stages) if stages else -1]
+
+
+class Pipeline:
+    """The stages of one module on one rank.
+
+    Args:
+        module: The user's LightningModule.
+        layout: What was asked for.
+        ranks: This rank.
+        device: Where its stages live.
+        context: The precision context of a step, by its name.
+        seed: The same on all ranks; random keys of micro-batches are made from it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        context: Context,
+        seed: int,
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.ranks = ranks
+        self.device = device
+        self.tail = Tail(module)
+        self.engine = Engine(ranks, device)
+        self.spans: Sequence[Span] = ()
+        self.step_s = 0.0
+        self.schedule: Schedule | None = None
+        self._context = context
+        self._seed = seed
+        self._home: Home | None = None
+        self._plan: Plan | None = None
+        self._cuts: dict[Any, CutStep] = {}
+        self._schedules: dict[Any, Schedule] = {}
+
+    @property
+    def home(self) -> Home:
+        """Where the weights are."""
+        assert self._home is not None, "the module has not been cut yet"
+        return self._home
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether weights have been given to ranks."""
+        return self._home is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was planned at the first cut."""
+        return self._plan
+
+    # ------------------------------------------------------------------ cutting
+
+    def cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
+        """Traces a step on a first batch, decides the stages and drops the weights of other ranks.
+
+        Raises:
+            CutError: The step cannot be cut, or the ranks saw different steps.
+        """
+        piece = self._split(args[0]).batches[0]
+        trace = self._trace(name, piece, args[1:], training=training)
+        self._agree(trace)
+        cut = cut_step(self.layout, trace)
+        held = parameters_of_stages(self.module, cut)
+        stage_to_rank = self.layout.stage_to_rank()
+        own = [s for s, rank in enumerate(stage_to_rank) if rank == self.ranks.position]
+        ownership = Ownership(self.module, frozenset().union(*(held[s] for s in own)))
+        units: dict[str, set[int]] = {}
+        for index, stage in enumerate(cut.stage_of_call):
+            units.setdefault(trace.calls[index].unit, set()).add(stage)
+        sizes = {
+            name: (p.numel(), p.numel() * p.element_size())
+            for name, p in self.module.named_parameters()
+        }
+        self._plan = make_plan(self.layout, trace, cut, held, sizes)
+        self._home = Home(
+            cut,
+            tuple(cut.first_call(stage) for stage in range(cut.num_stages)),
+            stage_to_rank,
+            held,
+            {unit: frozenset(stages) for unit, stages in units.items()},
+            ownership,
+        )
+        ownership.drop_foreign(self.device)
+        key = self._key(name, piece, training=training)
+        self._cuts[key] = self._prepared(cut, stage_to_rank)
+
+    def _trace(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Trace:
+        step = getattr(self.module, name)
+        with torch.set_grad_enabled(training), self._context(name):
+            return trace_step(
+                self.module,
+                lambda batch: step(batch, *rest),
+                piece,
+                num_stages=self.layout.num_stages,
+                device_type=self.device.type,
+            )
+
+    def _agree(self, trace: Trace) -> None:
+        """Refuses to start if the ranks did not see the same step."""
+        digest = hashlib.sha256(trace.digest_text().encode()).hexdigest()
+        digests = share.gather_objects(self.ranks, digest) or []
+        if len(set(digests)) > 1:
+            differs = next(i for i, other in enumerate(digests) if other != digests[0])
+            raise CutError(
+                f"the step is not the same on all ranks: ranks 0 and {differs} of {len(digests)} traced "
+                "different calls or shapes. Build the same model on every rank: nothing in it may depend "
+                "on the rank or on an unseeded random choice"
+            )
+
+    def _prepared(self, cut: StepCut, placement: tuple[int, ...]) -> CutStep:
+        inside = tuple(name + "." for name in cut.trace.unit_names)
+        glue = frozenset(
+            pair for pair in cut.trace.changed_attributes if not f"{pair[0]}.".startswith(inside)
+        )
+        prepared = CutStep(cut, placement, glue)
+        for stage, rank in enumerate(placement):
+            if rank == self.ranks.position:
+                prepared.programs[stage] = StageProgram(
+                    cut, stage, self.module, device_type=self.device.type
+                )
+        return prepared
+
+    def _cut_for(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> CutStep:
+        """The cut of a step for one batch structure; a new structure costs one trace on each rank."""
+        key = self._key(name, piece, training=training)
+        if key not in self._cuts:
+            trace = self._trace(name, piece, rest, training=training)
+            home = self.home
+            if [c.unit for c in trace.calls] == [c.unit for c in home.cut.trace.calls]:
+                cut = StepCut(trace, place(trace, home.starts), num_stages=self.layout.num_stages)
+                placement = home.stage_to_rank
+            else:
+                segments = place_like(trace, home.stages_of_unit, num_stages=self.layout.num_stages)
+                cut, placement = self._laid(trace, segments, training=training)
+            self._cuts[key] = self._prepared(cut, placement)
+        return self._cuts[key]
+
+    def _laid(self, trace: Trace, segments: Any, *, training: bool) -> tuple[StepCut, Any]:
+        ranks = self.home.stage_to_rank
+        if not training:
+            cut = StepCut(trace, segments.segment_of_call, num_stages=len(segments.home))
+            return cut, tuple(ranks[stage] for stage in segments.home)
+        if list(segments.home) != sorted(set(segments.home)):
+            raise CutError(
+                "this batch takes another way through the model than the first one: its units are "
+                f"called in the order of the stages {segments.home}, which no schedule runs. Give "
+                "batches that call the same units in the same order"
+            )
+        stages = tuple(segments.home[segment] for segment in segments.segment_of_call)
+        return StepCut(trace, stages, num_stages=self.layout.num_stages), ranks
+
+    def _key(self, name: str, piece: Any, *, training: bool) -> Any:
+        modes = tuple(module.training for module in self.module.modules())
+        flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        return name, training, signature(piece), hash(modes), hash(flags)
+
+    # ------------------------------------------------------------------ running
+
+    def run(
+        self, name: str, args: tuple[Any, ...], index: Sequence[int], *, training: bool
+    ) -> tuple[Any, GradientStash | None]:
+        """Runs a step: all micro-batches through all stages, forward and, in training, backward.
+
+        Args:
+            name: Name of the step method.
+            args: Its arguments; the first is the batch.
+            index: Numbers of this batch, from which its random keys are made.
+            training: Whether gradients are wanted.
+
+        Returns:
+            What the step returned, merged over micro-batches, and the gradients of this rank.
+        """
+        pieces = self._split(args[0])
+        cuts = [self._cut_for(name, piece, args[1:], training=training) for piece in pieces.batches]
+        schedule = self._schedule_for(cuts, training=training)
+        step = _Step(self, name, args[1:], pieces, cuts, mix(self._seed, *index), training)
+        stages = {stage: _StageWork(step, stage) for stage in schedule.stages(self.ranks.position)}
+        self.tail.start(cuts[0].glue_attributes)
+        stash = GradientStash(self._own_parameters) if training else None
+        start_s = time.perf_counter()
+        with stash.collect() if stash is not None else nullcontext():
+            self.spans = self.engine.run(schedule, stages, training=training)
+        self.step_s = time.perf_counter() - start_s
+        self.schedule = schedule
+        if stash is not None:
+            self._sum_replicas(stash)
+        output = self._carry(pieces, schedule.stage_to_rank[-1], with_output=name != "predict_step")
+        return output, stash
+
+    def _split(self, batch: Any) -> Pieces:
+        rows = count_rows(batch) if has_rows(batch) or self.layout.num_microbatches != 1 else 1
+        return split_batch(batch, self.layout.microbatches_for(rows))
+
+    def _schedule_for(self, cuts: Sequence[CutStep], *, training: bool) -> Schedule:
+        placement = cuts[0].placement
+        if any(cut.placement != placement for cut in cuts):
+            raise CutError(
+                "micro-batches of one batch take different ways through the model: "
+                f"{sorted({cut.placement for cut in cuts})}; give num_microbatches=1"
+            )
+        key = (training, len(cuts), placement)
+        if key not in self._schedules:
+            self._schedules[key] = (
+                self.layout.make(len(cuts))
+                if training
+                else forward_only(placement, len(cuts), num_ranks=self.ranks.num_positions)
+            )
+        return self._schedules[key]
+
+    @cached_property
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        keep = self.home.ownership.keep
+        return {n: p for n, p in self.module.named_parameters() if n in keep}
+
+    @cached_property
+    def _replicated(self) -> dict[str, tuple[int, ...]]:
+        names = [name for name, _ in self.module.named_parameters()]
+        owners = {name: self.home.owners(name) for name in names}
+        return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one that counts a parameter in a norm."""
+        return id(parameter) in self._counted
+
+    @cached_property
+    def _counted(self) -> frozenset[int]:
+        return frozenset(
+            id(parameter)
+            for name, parameter in self._own_parameters.items()
+            if self.home.owners(name)[0] == self.ranks.position
+        )
+
+    def _sum_replicas(self, stash: GradientStash) -> None:
+        if self._replicated:
+            own = {name: stash.gradients.get(name) for name in self._replicated}
+            summed = share.sum_replicated(self.ranks, own, self._replicated)
+            stash.gradients.update({n: g for n, g in summed.items() if g is not None})
+
+    def _carry(self, pieces: Pieces, last: int, *, with_output: bool) -> Any:
+        """Brings what the tail left on the last stage's rank to all ranks."""
+        is_last = self.ranks.position == last
+        traces: Traces | None = self.tail.finish(pieces.rows) if is_last else None
+        if self.ranks.num_positions > 1:
+            sent = traces.without_output() if traces is not None and not with_output else traces
+            received = share.broadcast_object(self.ranks, sent, last)
+            traces = traces if is_last else received
+        assert traces is not None
+        return self.tail.apply(traces, is_last=is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step while it runs."""
+
+    pipeline: Pipeline
+    name: str
+    rest: tuple[Any, ...]
+    pieces: Pieces
+    cuts: Sequence[CutStep]
+    key: int
+    training: bool
+
+    def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        pipeline, program = self.pipeline, self.cuts[microbatch].programs[stage]
+        piece = self.pieces.batches[microbatch]
+        if len(self.pieces.batches) > 1 or len(self.cuts[microbatch].programs) > 1:
+            piece = copy_tensors(piece)
+        step = partial(getattr(pipeline.module, self.name), piece, *self.rest)
+        key = mix(self.key, microbatch)
+        tail = pipeline.tail
+        context = tail.microbatch() if program.is_last else tail.undone()
+        with pipeline._context(self.name), context:
+            result = program.run(step, received, key=key)
+        if not isinstance(result, StepResult):
+            return result
+        tail.returned(result.value)
+        return (self._loss(result.value, microbatch),) if self.training else ()
+
+    def _loss(self, value: Any, microbatch: int) -> Tensor:
+        """The loss of a micro-batch, weighted by its share of the rows."""
+        loss = value.get("loss") if isinstance(value, Mapping) else value
+        if loss is None and value is None:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None is not supported over micro-batches: "
+                "the other stages have computed for it. Return a loss times zero instead."
+            )
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                "In automatic optimization, `training_step` must return a Tensor or a dict with the key "
+                f"'loss'; it returned {type(value).__name__}."
+            )
+        weight = self.pieces.weights[microbatch]
+        return loss if weight == 1.0 else loss * weight
+
+
+class _StageWork:
+    """One local stage of a step, as the engine sees it."""
+
+    def __init__(self, step: _Step, stage: int) -> None:
+        self._step = step
+        self._stage = stage
+
+    def inputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
+        return self._step.cuts[microbatch].programs[self._stage].inputs
+
+    def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
+        return self._step.cuts[microbatch].programs[self._stage].outputs
+
+    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._step.run(self._stage, microbatch, received)

@@ -1,0 +1,118 @@
+"""`self.log` in a step: noted per micro-batch, merged, and logged once per key on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipe.split.microbatch import merge_values, weighted_mean
+from lightning_pipe.split.tree import map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class MetricReference:
+    """Stands for a metric object in a message."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One call of `self.log`."""
+
+    name: str
+    value: Any
+    kwargs: dict[str, Any]
+
+
+class LogTape:
+    """What the micro-batches of a step logged.
+
+    Args:
+        index_of: Gives the number of a metric object.
+    """
+
+    def __init__(self, index_of: Callable[[Any], int]) -> None:
+        self._index_of = index_of
+        self._calls: list[list[LogCall]] = []
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._calls = []
+
+    def next_microbatch(self) -> None:
+        """Begins a micro-batch."""
+        self._calls.append([])
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Notes a call; takes what `LightningModule.log` takes."""
+        kwargs.update(zip(_POSITIONAL, args, strict=False))
+        kwargs.pop("sync_dist_group", None)  # with one copy of the pipeline there are no peers
+        if isinstance(value, Metric):
+            value = MetricReference(self._index_of(value))
+        elif not kwargs.get("enable_graph"):
+            value = map_tensors(torch.Tensor.detach, value)
+        self._calls[-1].append(LogCall(name, value, kwargs))
+
+    def merged(self, rows: Sequence[int]) -> list[LogCall]:
+        """One call per key, in the order of their first appearance."""
+        columns: dict[tuple[str, int], list[tuple[LogCall, int]]] = {}
+        for calls, size in zip(self._calls, rows, strict=True):
+            times: dict[str, int] = {}
+            for call in calls:
+                occurrence = times[call.name] = times.get(call.name, -1) + 1
+                columns.setdefault((call.name, occurrence), []).append((call, size))
+        return [_merge(column) for column in columns.values()]
+
+
+_POSITIONAL = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+
+
+def _merge(column: Sequence[tuple[LogCall, int]]) -> LogCall:
+    first = column[0][0]
+    sizes = [call.kwargs.get("batch_size") or size for call, size in column]
+    values = [call.value for call, _ in column]
+    kwargs = dict(first.kwargs)
+    if kwargs.get("batch_size") is not None:
+        kwargs["batch_size"] = sum(sizes)
+    return replace(
+        first, value=_reduce(values, sizes, kwargs.get("reduce_fx", "mean")), kwargs=kwargs
+    )
+
+
+def _reduce(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any) -> Any:
+    first = values[0]
+    if isinstance(first, MetricReference) or len(values) == 1:
+        return first
+    if isinstance(first, dict):
+        return {key: _reduce([value[key] for value in values], sizes, reduce_fx) for key in first}
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    tensors = [torch.as_tensor(value) for value in values]
+    if name in ("sum", "min", "max"):
+        stacked = torch.stack(tensors)
+        merged = getattr(torch, "a" + name if name != "sum" else name)(stacked, 0)
+    elif all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+        merged = tensors[0]
+    elif tensors[0].is_floating_point():
+        merged = weighted_mean(tensors, sizes)
+    else:
+        merged = torch.as_tensor(merge_values(tensors, sizes))
+    return merged if isinstance(first, Tensor) else merged.item()

@@ -190,8 +190,8 @@ class StepCut:
             _, (left, right) = nx.minimum_cut(graph, "source", "target")
         except nx.NetworkXUnbounded as error:
             raise CutError(
-                f"no cut before call {self.first_call(stage)} of the step can be sent: a value there "
-                "is written in place on both sides."
+                f"no cut before call {self.first_call(stage)} of the step can be sent: a value "
+                "there is written in place on both sides."
             ) from error
         return tuple(sorted(k for k in visited if ("in", k) in left and ("out", k) in right))
 

@@ -255,7 +255,8 @@ class ValueLedger(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
             out = self._placeholder(func, inputs, parents, error)
-        if self._operators.value_reads != reads:
+        read = str(getattr(func, "__name__", "")) in _PLACEHOLDERS
+        if read or self._operators.value_reads != reads:
             self.control |= parents
         if self._operators.random_draws != draws:
             self.random_calls.add(place)

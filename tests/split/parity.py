@@ -1,0 +1,166 @@
+"""Run all stages of a cut step in one process and compare with the uncut step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tests.zoo.modules import Case
+from torch import Tensor
+
+from lightning_pipe.planning.balance import partition
+from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.ownership import Ownership, parameters_of_stages
+from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.tree import map_tensors
+
+MICROBATCHES = 2
+
+
+@dataclass
+class Parity:
+    """How far the cut step is from the uncut one."""
+
+    loss_error: float
+    gradient_error: float
+    missing: list[str]
+    wrong_buffers: list[str]
+    cut: StepCut
+
+
+def piece(batch: Any, microbatch: int) -> Any:
+    """Return one micro-batch."""
+    return map_tensors(lambda t: t.chunk(MICROBATCHES)[microbatch].clone() if t.dim() else t, batch)
+
+
+def random_starts(num_calls: int, num_stages: int, seed: int) -> tuple[int, ...]:
+    """Cut anywhere."""
+    inner = random.Random(seed).sample(range(1, num_calls), num_stages - 1)
+    return (0, *sorted(inner))
+
+
+def compare(
+    build: Callable[[], Case],
+    num_stages: int,
+    starts: Callable[[int], Sequence[int]] | None = None,
+    *,
+    glue_values: bool = True,
+) -> Parity:
+    """Cut ``build()`` into stages, run two micro-batches forward and backward, compare."""
+    reference = build()
+    start_state = {k: v.clone() for k, v in reference.module.state_dict().items()}
+    trace = trace_step(
+        reference.module, reference.loss, piece(reference.batch, 0), num_stages=num_stages
+    )
+    for name, value in reference.module.state_dict().items():
+        assert torch.equal(value, start_state[name]), f"the trace changed {name}"
+    if starts is None:
+        chosen = partition([call.parameters + 1 for call in trace.calls], num_stages)
+    else:
+        chosen = tuple(starts(len(trace.calls)))
+    cut = StepCut(trace, place(trace, chosen), glue_values=glue_values)
+    whole = StageProgram(StepCut(trace, place(trace, (0,))), 0, reference.module)
+    losses = []
+    for m in range(MICROBATCHES):
+        result = whole.run(lambda m=m: reference.loss(piece(reference.batch, m)), (), key=11 + m)
+        assert isinstance(result, StepResult)
+        (result.value / MICROBATCHES).backward()
+        losses.append(float(result.value))
+
+    held = parameters_of_stages(reference.module, cut)
+    cases = []
+    for stage in range(num_stages):
+        case = build()
+        case.module.load_state_dict(start_state)
+        Ownership(case.module, held[stage]).drop_foreign()
+        cases.append(case)
+    programs = [StageProgram(cut, s, case.module) for s, case in enumerate(cases)]
+    got = _run(cases, programs)
+    return Parity(
+        max(abs(a - b) / (abs(a) + 1e-12) for a, b in zip(losses, got, strict=True)),
+        *_gradients(reference, cases),
+        _buffers(reference, cases, cut),
+        cut,
+    )
+
+
+def _run(cases: list[Case], programs: list[StageProgram]) -> list[float]:
+    losses = []
+    for m in range(MICROBATCHES):
+        values: tuple[Tensor, ...] = ()
+        kept = []
+        for case, program in zip(cases, programs, strict=True):
+            received = tuple(
+                v.detach().clone().requires_grad_(spec.requires_grad)
+                for v, spec in zip(values, program.inputs, strict=True)
+            )
+            out = program.run(
+                lambda case=case, m=m: case.loss(piece(case.batch, m)), received, key=11 + m
+            )
+            kept.append((program, received, out))
+            values = () if isinstance(out, StepResult) else out
+        losses.append(float(out.value))  # type: ignore[union-attr]
+        _backward(kept)
+    return losses
+
+
+def _backward(kept: list[Any]) -> None:
+    grads: dict[str, Tensor] = {}
+    for program, received, out in reversed(kept):
+        relayed = {spec.name for spec in program.inputs} & {s.name for s in program.outputs}
+        if isinstance(out, StepResult):
+            (out.value / MICROBATCHES).backward()
+        else:
+            pairs = [
+                (value, grads[spec.name])
+                for value, spec in zip(out, program.outputs, strict=True)
+                if spec.requires_grad and spec.name not in relayed and spec.name in grads
+            ]
+            if pairs:
+                torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+        upstream: dict[str, Tensor] = {}
+        for value, spec in zip(received, program.inputs, strict=True):
+            total = value.grad
+            if spec.name in relayed and spec.name in grads:
+                total = grads[spec.name] if total is None else total + grads[spec.name]
+            if total is not None:
+                upstream[spec.name] = total
+        grads = upstream
+
+
+def _gradients(reference: Case, cases: list[Case]) -> tuple[float, list[str]]:
+    replicas = [dict(case.module.named_parameters()) for case in cases]
+    scale = max(
+        (float(p.grad.abs().max()) for p in reference.module.parameters() if p.grad is not None),
+        default=0.0,
+    )
+    worst, missing = 0.0, []
+    for name, parameter in reference.module.named_parameters():
+        found = [r[name].grad for r in replicas if r[name].grad is not None]
+        if parameter.grad is None:
+            missing += [f"{name} has one"] if any(g.any() for g in found) else []
+        elif not found:
+            missing += [name] if parameter.grad.any() else []
+        else:
+            total = torch.stack(found).sum(0)
+            error = float((total - parameter.grad).abs().max())
+            worst = max(worst, error / max(float(parameter.grad.abs().max()), 1e-3 * scale, 1e-12))
+    return worst, missing
+
+
+def _buffers(reference: Case, cases: list[Case], cut: StepCut) -> list[str]:
+    wrong = []
+    for name, buffer in reference.module.named_buffers():
+        owners = [
+            cut.stage_of_call[call.index]
+            for call in cut.trace.calls
+            if name.startswith(call.unit + ".")
+        ]
+        got = dict(cases[owners[0] if owners else -1].module.named_buffers())[name]
+        if not torch.allclose(got.double(), buffer.double(), rtol=1e-5, atol=1e-7):
+            wrong.append(name)
+    return wrong

@@ -1,0 +1,1 @@
+"""Small models of many architectures, each with a loss over a batch: what a user might bring."""

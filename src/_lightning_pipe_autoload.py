@@ -3,23 +3,24 @@
 `import torch` calls `install` (entry point group `torch.backends`). All that it does is to wait for
 `lightning.pytorch.strategies`, and to let lightning_pipe add its names right after that module ran.
 It stands beside the package so that `import torch` runs this one file and nothing of the package;
-it imports only what the interpreter holds already, and an error here would be an error of
+it imports only what torch has loaded already, and an error here would be an error of
 `import torch`, so none leaves. LIGHTNING_PIPE_AUTOREGISTER=0 switches it off.
 """
 
 import os
 import sys
+from typing import Any
 
 HOST = "lightning.pytorch.strategies"
 
 
-def install():  # type: ignore[no-untyped-def]  # `typing` may not be loaded yet
+def install() -> None:
     """What `import torch` calls."""
     if os.environ.get("LIGHTNING_PIPE_AUTOREGISTER", "1").lower() not in ("0", "false", "off"):
         listen()
 
 
-def listen():  # type: ignore[no-untyped-def]
+def listen() -> None:
     """Registers the strategies now if Lightning is loaded, else as soon as it is. Never raises."""
     try:
         host = sys.modules.get(HOST)
@@ -36,7 +37,7 @@ class Finder:
 
     asking = False
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != HOST or self.asking:
             return None
         self.asking = True  # a finder that asks sys.meta_path itself must not come back to us
@@ -52,11 +53,11 @@ class Finder:
         finally:
             self.asking = False
 
-    def attach(self, loader):  # type: ignore[no-untyped-def]
+    def attach(self, loader: Any) -> None:
         """Shadows `exec_module` on this one object: the module keeps its real spec and loader."""
         run_module = loader.exec_module
 
-        def exec_module(module):  # type: ignore[no-untyped-def]
+        def exec_module(module: Any) -> None:
             run_module(module)
             try:
                 del loader.exec_module
@@ -71,13 +72,13 @@ class Finder:
             _report(error)
 
 
-def _register(host):  # type: ignore[no-untyped-def]
+def _register(host: Any) -> None:
     from lightning_pipe.registration import register
 
     register(host.StrategyRegistry)
 
 
-def _report(error):  # type: ignore[no-untyped-def]
+def _report(error: Exception) -> None:
     """Says on stderr that the names are missing (a warning could be turned into an exception)."""
     if sys.stderr is not None:
         sys.stderr.write(

@@ -6,6 +6,7 @@ torch and Lightning are imported for them alone.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +37,8 @@ def main() -> None:
 
 def train() -> Any:
     """LightningCLI: model and data by class path, the trainer by its arguments."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as with `python -m`: class paths start in the user's folder
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`: class paths start in this folder
     from lightning.pytorch.cli import LightningCLI
 
     return LightningCLI(

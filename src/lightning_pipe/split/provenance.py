@@ -208,6 +208,8 @@ class ValueLedger(TorchFunctionMode):
         self._segment = 0
         self._count = 0
         self._paused = False
+        #: a step that is traced without gradients has nothing that a custom function could hide
+        self._grad_enabled = torch.is_grad_enabled()
         #: number of unit calls so far
         self.segment = 0
         self.glue: dict[tuple[int, int, int], GlueValue] = {}
@@ -301,7 +303,11 @@ class ValueLedger(TorchFunctionMode):
         self._results[key] = out
         self._values[id(out)] = frozenset({key})
         self.glue[key] = GlueValue(
-            key, function_name(func), sources, Meta.of(out), torch.is_grad_enabled()
+            key,
+            function_name(func),
+            sources,
+            Meta.of(out),
+            torch.is_grad_enabled() or not self._grad_enabled,
         )
 
     def close(self) -> None:

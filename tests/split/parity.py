@@ -69,7 +69,7 @@ def compare(
         result = whole.run(lambda m=m: reference.loss(piece(reference.batch, m)), (), key=11 + m)
         assert isinstance(result, StepResult)
         (result.value / MICROBATCHES).backward()
-        losses.append(float(result.value))
+        losses.append(result.value.item())
 
     held = parameters_of_stages(reference.module, cut)
     cases = []
@@ -103,7 +103,7 @@ def _run(cases: list[Case], programs: list[StageProgram]) -> list[float]:
             )
             kept.append((program, received, out))
             values = () if isinstance(out, StepResult) else out
-        losses.append(float(out.value))  # type: ignore[union-attr]
+        losses.append(out.value.item())
         _backward(kept)
     return losses
 

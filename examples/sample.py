@@ -6,8 +6,7 @@ python examples/sample.py runs/gpt/gpt.ckpt --prompt "The "
 import argparse
 
 import torch
-
-from gpt import GPT
+from examples.gpt import GPT
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """One line of progress every few steps, for runs whose output goes to a file."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,8 @@ __all__ = ["PipelineProgress"]
 class PipelineProgress(Callback):
     """Reports the metrics of the progress bar, the throughput, and the bubble beside its ideal.
 
-    The numbers go to the logger too, as `samples_per_s` (or `tokens_per_s`) and `bubble_fraction`.
+    The numbers, means over those steps, go to the logger too: `samples_per_s` (or `tokens_per_s`)
+    and `bubble_fraction` of the rank that logs.
     With another strategy than ours there is no bubble to report, and the rest works as well.
 
     Args:
@@ -40,11 +41,15 @@ class PipelineProgress(Callback):
         self.unit = f"{count}/s"
         self._restart()
         self._reported_step = 0
+        self._before_validation: dict[str, Any] = {}
+        self._validation_metrics = {"v_num"}  # not shown in the lines of training
 
     def _restart(self) -> None:
         self._num_items = 0
         self._busy_s = 0.0
         self._since_s: float | None = None
+        self._bubble_fractions: list[float] = []
+        self._ideal_fraction: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restart()
@@ -58,6 +63,10 @@ class PipelineProgress(Callback):
             self._num_items += self._items(batch)
             self._busy_s += now_s - self._since_s
         self._since_s = now_s
+        bubble = getattr(trainer.strategy, "bubble", None)
+        if bubble is not None and bubble.measured_fraction is not None:
+            self._bubble_fractions.append(bubble.measured_fraction)
+            self._ideal_fraction = bubble.ideal_fraction
         if trainer.global_step >= self._reported_step + self.every_n_steps:
             self._reported_step = trainer.global_step
             self._report(trainer)
@@ -66,10 +75,15 @@ class PipelineProgress(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._since_s = None
+        self._before_validation = dict(trainer.progress_bar_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            rank_zero_info(_line(trainer, _metrics(trainer)))
+        if trainer.sanity_checking:
+            return
+        before = self._before_validation
+        metrics = trainer.progress_bar_metrics
+        self._validation_metrics |= {n for n, v in metrics.items() if before.get(n) != v}
+        rank_zero_info(_line(trainer, _texts(metrics, only=self._validation_metrics - {"v_num"})))
 
     def _items(self, batch: Any) -> int:
         first = _first_tensor(batch)
@@ -78,18 +92,17 @@ class PipelineProgress(Callback):
         return first.numel() if self.count == "tokens" else len(first)
 
     def _report(self, trainer: Trainer) -> None:
-        parts = _metrics(trainer)
+        metrics = trainer.progress_bar_metrics
+        parts = _texts(metrics, only=metrics.keys() - self._validation_metrics)
         values: dict[str, float] = {}
         if self._busy_s > 0 and self._num_items:
-            throughput = self._num_items / self._busy_s
-            values[f"{self.count}_per_s"] = throughput
-            parts.append(f"{throughput:,.0f} {self.unit}")
-        bubble = getattr(trainer.strategy, "bubble", None)
-        if bubble is not None and bubble.measured_fraction is not None:
-            values["bubble_fraction"] = bubble.measured_fraction
-            ideal = bubble.ideal_fraction
-            beside = "" if ideal is None else f" (ideal {ideal:.1%})"
-            parts.append(f"bubble {bubble.measured_fraction:.1%}{beside}")
+            values[f"{self.count}_per_s"] = self._num_items / self._busy_s
+            parts.append(f"{self._num_items / self._busy_s:,.0f} {self.unit}")
+        if self._bubble_fractions:
+            measured = sum(self._bubble_fractions) / len(self._bubble_fractions)
+            values["bubble_fraction"] = measured
+            ideal = "" if self._ideal_fraction is None else f" (ideal {self._ideal_fraction:.1%})"
+            parts.append(f"bubble {measured:.1%}{ideal}")
         rank_zero_info(_line(trainer, parts))
         if trainer.is_global_zero and values:
             for logger in trainer.loggers:
@@ -107,9 +120,8 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
     return None
 
 
-def _metrics(trainer: Trainer) -> list[str]:
-    shown = trainer.progress_bar_metrics
-    return [f"{name} {float(value):.3f}" for name, value in shown.items() if name != "v_num"]
+def _texts(metrics: Mapping[str, Any], only: Collection[str]) -> list[str]:
+    return [f"{name} {float(value):.3f}" for name, value in metrics.items() if name in only]
 
 
 def _line(trainer: Trainer, parts: list[str]) -> str:

@@ -170,13 +170,13 @@ def run_whole(model, microbatches, *, backward=True):
 class Stage:
     """Blocks `first` to `last` of a model, as the engine's `StageWork`."""
 
-    def __init__(self, model, stage, starts, microbatches):
+    def __init__(self, model, stage, starts, microbatches, specs=None):
         self.model, self.microbatches = model, microbatches
         ends = [*starts[1:], len(model)]
         self.blocks = model[starts[stage] : ends[stage]]
         self.is_last = stage == len(starts) - 1
         self.boundaries = _boundaries(model, starts[stage]), _boundaries(model, ends[stage])
-        self.specs = [_specs(model, x) for x in microbatches]
+        self.specs = specs or make_specs(model, microbatches)
         self.total = sum(len(x) for x in microbatches)
         self.losses = {}
 
@@ -212,8 +212,13 @@ def _boundaries(model, start):
     return sorted(made & read)
 
 
+def make_specs(model, microbatches):
+    """What every value of each micro-batch looks like, from a run of the whole model."""
+    by_rows = {len(x): _specs(model, x) for x in microbatches}
+    return [by_rows[len(x)] for x in microbatches]
+
+
 def _specs(model, x):
-    """What every value looks like, from a run of the whole model."""
     values = {"h0": x.clone()}
     specs = {}
     with torch.enable_grad():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -57,7 +57,7 @@ class Chunk(Protocol):
         """Starts to receive the gradients of the stage's outputs."""
 
     def backward(self, microbatch: int, *, full: bool) -> None:
-        """Waits for the output gradients and computes the input gradients, if full the others too."""
+        """Waits for the output gradients and computes the input gradients; if full, all others."""
 
     def weight(self, microbatch: int) -> None:
         """Computes the weight gradients that `backward(full=False)` left."""
@@ -128,9 +128,13 @@ def post(sends: bool, tensors: Sequence[Tensor], peer: int, group: dist.ProcessG
     return list(_batch_p2p([dist.P2POp(op, tensor, peer, group) for tensor in tensors]))
 
 
-def default_store() -> Store:
-    """The store through which the processes of this job found each other."""
-    return _get_default_store()
+def default_store() -> Any:
+    """The store through which the processes of this job found each other.
+
+    Returned as a client of its own: one that waits does not keep the others from the store.
+    """
+    store: Any = _get_default_store()  # its type does not know `clone`
+    return store.clone()
 
 
 class _Runtime(_PipelineScheduleRuntime):

@@ -230,7 +230,9 @@ class StageChunk:
     def _wait(self, message: Message | None, what: str, microbatch: int, stage: int) -> None:
         if message is not None and message.works:
             rank = self._previous if what == "forward" else self._next
-            self._observer.waits(f"waits for {what} of micro-batch {microbatch} from stage {stage}")
+            self._observer.waits(
+                f"waiting for {what} of microbatch {microbatch} from stage {stage}"
+            )
             self._links.wait(message, rank)
 
     @contextmanager

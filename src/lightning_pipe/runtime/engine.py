@@ -108,7 +108,7 @@ class Engine:
         with torch.set_grad_enabled(training):
             _torch.run(self._lower(schedule), position, chunks, self._device)
             links.finish()
-        self.progress.report("finished the step")
+        self.progress.report("outside of a step")
         return recorder.spans()
 
     def _lower(self, schedule: Schedule) -> _torch.Lowered:
@@ -124,7 +124,7 @@ class Engine:
 class Progress:
     """What a rank is doing now, for the watchdog's thread to read."""
 
-    text: str = "has not started a step"
+    text: str = "outside of a step"
     since_s: float = field(default_factory=time.monotonic)
 
     def report(self, text: str) -> None:
@@ -169,7 +169,7 @@ class _Recorder:
         self._progress.report(text)
 
     def starts(self, action: Action) -> Mark:
-        self._progress.report(f"runs {action}")
+        self._progress.report(f"running {action}")
         return mark(self._device)
 
     def ends(self, action: Action, start: Mark) -> None:

@@ -1,0 +1,258 @@
+"""What the ranks of a pipeline tell each other besides boundary values.
+
+Objects travel over the control group (gloo, on the host), so they never queue behind activations.
+Every function here is called by all ranks of the pipeline, unless it says otherwise, and does
+nothing when there is one rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Final, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipe.errors import BatchError, ConfigError, PeerError
+from lightning_pipe.runtime.packing import (
+    Packed,
+    TensorSpec,
+    as_bytes,
+    empty_tensors,
+    pack,
+    unpack,
+)
+from lightning_pipe.runtime.ranks import Ranks
+
+T = TypeVar("T")
+
+_SMALL_BYTES = 1 << 18  # smaller tensors travel together, larger ones from where they are
+
+
+class End(Enum):
+    """The type of `END`."""
+
+    END = "END"
+
+
+END: Final = End.END
+"""In the place of a batch: there are no more."""
+
+
+def broadcast_object(ranks: Ranks, value: T | None, source: int) -> T:
+    """Gives the object of one position to all.
+
+    Args:
+        ranks: This rank.
+        value: The object, on the source; ignored elsewhere.
+        source: The position that has it.
+    """
+    if ranks.num_positions == 1:
+        return cast(T, value)
+    packed = pack(value) if ranks.position == source else None
+    return cast(T, unpack(_broadcast(ranks, packed, source)))
+
+
+def gather_objects(ranks: Ranks, value: T, target: int | None = None) -> list[T] | None:
+    """Collects the objects of all positions.
+
+    Args:
+        ranks: This rank.
+        value: The object of this rank.
+        target: The position that gets them; None for all.
+
+    Returns:
+        The objects by position, where they are wanted; None elsewhere.
+    """
+    if ranks.num_positions == 1:
+        return [value]
+    # By place in the group; the group does not know positions.
+    gathered: list[Any] = [None] * ranks.num_positions
+    if target is None:
+        dist.all_gather_object(gathered, value, group=ranks.control_group)
+    else:
+        wanted = ranks.position == target
+        dist.gather_object(
+            value,
+            gathered if wanted else None,
+            dst=ranks.global_rank_of(target),
+            group=ranks.control_group,
+        )
+        if not wanted:
+            return None
+    return [gathered[place] for place in ranks.order]
+
+
+def broadcast_batch(ranks: Ranks, item: Any = None) -> Any:
+    """Gives what the first global rank of the pipeline read from its data loader to all.
+
+    Args:
+        ranks: This rank.
+        item: On that rank a batch, `END`, or the exception that the loader raised; ignored
+        elsewhere.
+
+    Returns:
+        The batch or `END`.
+
+    Raises:
+        BaseException: The loader's exception, on all ranks (`PeerError` where it cannot be
+        pickled). BatchError: The batch cannot be pickled, on all ranks.
+    """
+    if ranks.num_positions == 1:
+        if isinstance(item, BaseException):
+            raise item
+        return item
+    packed = None
+    if ranks.is_first:
+        if isinstance(item, BaseException):
+            packed = _pack_exception(item)
+        else:
+            try:
+                packed = pack(item)
+            except Exception as error:
+                item = BatchError(
+                    f"the batch of type {type(item).__name__} cannot be given to the other stages: "
+                    f"{error}; everything in it must be picklable"
+                )
+                packed = _pack_exception(item)
+    received = _broadcast(ranks, packed, ranks.first_position)
+    result = item if ranks.is_first else unpack(received)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def send_object(ranks: Ranks, value: Any, target: int) -> None:
+    """Sends an object to a position, which has to call `receive_object`. Called by one rank."""
+    peer = ranks.global_rank_of(target)
+    for buffer in _to_buffers(pack(value)):
+        dist.send(buffer, peer, group=ranks.control_group)
+
+
+def receive_object(ranks: Ranks, source: int) -> Any:
+    """Receives what `send_object` sends. Called by one rank."""
+    peer = ranks.global_rank_of(source)
+    return unpack(_from_buffers(lambda b: dist.recv(b, peer, group=ranks.control_group)))
+
+
+def sum_replicated(
+    ranks: Ranks, grads: Mapping[str, Tensor | None], owners: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor | None]:
+    """Sums the gradients of parameters that several positions hold.
+
+    The first owner adds them up in the order of the owners and returns the sum, so all get the same
+    bits each time. Messages go in the order of the names, which is the same everywhere.
+
+    Args:
+        ranks: This rank.
+        grads: The gradients of this rank's replicated parameters; None where there is none.
+        owners: For every replicated parameter of the model the positions that hold it, without
+            repetition, the same on all ranks.
+
+    Returns:
+        The sums of this rank's parameters, None where no owner has a gradient. Tensors of `grads`
+        may have been written to.
+    """
+    mine = {
+        name: list(positions)
+        for name, positions in sorted(owners.items())
+        if ranks.position in positions and len(positions) > 1
+    }
+    missing = sorted(set(mine) - set(grads))
+    assert not missing, f"no gradients given for {missing}"
+    for name in mine:
+        grad = grads[name]
+        if grad is not None and grad.layout != torch.strided:
+            raise ConfigError(
+                f"{name}: its gradient is {grad.layout} and it is used on ranks {mine[name]}; only "
+                "dense gradients can be summed over stages. Use sparse=False"
+            )
+    present = gather_objects(ranks, {name: _grad_spec(grads[name]) for name in mine})
+    assert present is not None
+    sums = dict(grads)
+    for name, positions in mine.items():
+        specs = {p: present[p][name] for p in positions if present[p][name] is not None}
+        if specs:
+            sums[name] = _sum_over(ranks, grads[name], positions, specs)
+    return sums
+
+
+def _sum_over(
+    ranks: Ranks, grad: Tensor | None, positions: list[int], specs: Mapping[int, Any]
+) -> Tensor:
+    """The sum over owners; `specs` has (shape, dtype, device type) of those with a gradient."""
+    root, group = positions[0], ranks.pipeline_group
+    shape, dtype, device_type = next(iter(specs.values()))
+    if ranks.position != root:
+        peer = ranks.global_rank_of(root)
+        if grad is not None:
+            dist.send(grad.contiguous(), peer, group=group)
+        result = torch.empty(shape, dtype=dtype, device=device_type)
+        dist.recv(result, peer, group=group)
+        return result
+    total = grad
+    for position in positions[1:]:
+        if position in specs:
+            other = torch.empty(shape, dtype=dtype, device=device_type)
+            dist.recv(other, ranks.global_rank_of(position), group=group)
+            total = other if total is None else total.add_(other)
+    assert total is not None
+    total = total.contiguous()
+    for position in positions[1:]:
+        dist.send(total, ranks.global_rank_of(position), group=group)
+    return total
+
+
+def _grad_spec(grad: Tensor | None) -> tuple[tuple[int, ...], torch.dtype, str] | None:
+    return None if grad is None else (tuple(grad.shape), grad.dtype, grad.device.type)
+
+
+def _pack_exception(error: BaseException) -> Packed:
+    """An exception as others can raise it: itself, or if it cannot be pickled, its text."""
+    try:
+        packed = pack(error)
+        unpack(packed)
+        return packed
+    except Exception:
+        text = "".join(traceback.format_exception(error))
+        return pack(PeerError(f"the first rank of the pipeline failed to read a batch:\n{text}"))
+
+
+def _broadcast(ranks: Ranks, packed: Packed | None, source: int) -> Packed:
+    first, group = ranks.global_rank_of(source), ranks.control_group
+    if packed is not None:
+        for buffer in _to_buffers(packed):
+            dist.broadcast(buffer, first, group=group)
+        return packed
+    return _from_buffers(lambda buffer: dist.broadcast(buffer, first, group=group))
+
+
+def _to_buffers(packed: Packed) -> list[Tensor]:
+    """What goes over the wire: sizes; the pickle with all small tensors; each large tensor."""
+    head = pickle.dumps((packed.structure, packed.specs))
+    small = [as_bytes(t) for t in packed.tensors if 0 < t.nbytes < _SMALL_BYTES]
+    body = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *small])
+    large = [as_bytes(t) for t in packed.tensors if t.nbytes >= _SMALL_BYTES]
+    return [torch.tensor([len(head), len(body)]), body, *large]
+
+
+def _from_buffers(receive: Any) -> Packed:
+    sizes = torch.empty(2, dtype=torch.int64)
+    receive(sizes)
+    num_head, num_body = sizes.tolist()
+    body = torch.empty(num_body, dtype=torch.uint8)
+    receive(body)
+    structure, specs = pickle.loads(body[:num_head].numpy().tobytes())
+    tensors = empty_tensors(cast("tuple[TensorSpec, ...]", specs))
+    start = num_head
+    for tensor in tensors:
+        if 0 < tensor.nbytes < _SMALL_BYTES:
+            as_bytes(tensor).copy_(body[start : start + tensor.nbytes])
+            start += tensor.nbytes
+        elif tensor.nbytes:
+            receive(as_bytes(tensor))
+    return Packed(structure, specs, tensors)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def test_backends():
     assert [backend(name) for name in ("cpu", "cuda", "xpu")] == ["gloo", "nccl", "xccl"]
-    with pytest.raises(ConfigError, match="device 'mps': .* cpu, cuda, xpu work"):
+    with pytest.raises(ConfigError, match=r"device 'mps': .* cpu, cuda, xpu work"):
         backend("mps")
 
 

@@ -18,15 +18,16 @@ NUM_RANKS = 4
 
 
 class Failing(Stage):
-    """Stage 2 fails, or sleeps, in its forward of micro-batch 3."""
+    """Stage 2 fails, or sleeps for a while, in its forward of micro-batch 3."""
 
     action = "raise"
 
     def forward(self, microbatch, received):
         if self.blocks[0] is self.model[4] and microbatch == 3:
             if self.action == "raise":
+                sys.stderr.write(f"failing at {time.time()}\n")
                 raise ValueError("the user's own text 42")
-            time.sleep(3600)
+            time.sleep(6)
         return super().forward(microbatch, received)
 
 
@@ -42,27 +43,25 @@ def train(action, report_after_s):
 
 
 def test_an_exception_on_one_rank_ends_all_with_its_text_first():
-    start = time.monotonic()
-    ended = spawn_ranks(NUM_RANKS, train, "raise", 60.0, timeout=90)
-    assert time.monotonic() - start < 60
+    ended = spawn_ranks(NUM_RANKS, train, "raise", 60.0, timeout=120)
+    failed_at = float(ended[1].stderr.split("failing at ")[1].split()[0])
+    assert time.time() - failed_at < 30
     assert [process.returncode for process in ended] == [1] * NUM_RANKS
     for process in ended:
         assert "ValueError: the user's own text 42" in process.stderr
         if sys.version_info >= (3, 11):
             assert "stage 2, rank 2, action 2F3, micro-batch 3" in process.stderr
     # Stage 2 of 4 is on global rank 1. The others show its text before their own.
-    failing, *others = ended[1], ended[0], ended[2], ended[3]
-    assert failing.stderr.rstrip().splitlines()[-1].startswith(("ValueError", "stage 2"))
-    for process in others:
+    for process in (ended[0], ended[2], ended[3]):
         assert process.stderr.lstrip().startswith("global rank 1 failed:\nTraceback")
 
 
 def test_a_rank_that_hangs_is_reported_by_those_that_wait():
-    ended = spawn_ranks(NUM_RANKS, train, "sleep", 2.0, timeout=40)
-    assert [process.returncode for process in ended] == [None] * NUM_RANKS  # killed by the test
-    report = ": waiting for forward of microbatch 3 from stage 2, for 2 s now"
+    ended = spawn_ranks(NUM_RANKS, train, "sleep", 2.0, timeout=120)
+    assert [process.returncode for process in ended] == [0] * NUM_RANKS
+    report = ": waiting for forward of microbatch 3 from stage 2, for "
     assert f"rank 3 (global rank 0){report}" in ended[0].stderr
-    assert "rank 2 (global rank 1): running 2F3, for 2 s now" in ended[1].stderr
+    assert "rank 2 (global rank 1): running 2F3, for " in ended[1].stderr
     assert "rank 1 (global rank 2): waiting for backward of microbatch" in ended[2].stderr
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipe.errors import ConfigError, ScheduleError
+from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
 from lightning_pipe.planning import balance as cuts
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan, StagePlan
@@ -127,6 +127,10 @@ class Layout:
 def stage_starts(layout: Layout, trace: Trace) -> tuple[int, ...]:
     """The first unit call of each stage."""
     calls, num_stages = trace.calls, layout.num_stages
+    if num_stages == 1:
+        return (0,)
+    if len(calls) < num_stages:
+        raise PlanError(_too_few_units(layout, trace))
     if layout.split_points is not None:
         return cuts.at_names([call.unit for call in calls], layout.split_points)
     if not isinstance(layout.balance, str):
@@ -196,6 +200,24 @@ def make_plan(
         balance="split_points" if layout.split_points is not None else balance,
         ideal_bubble_fraction=ideal_bubble_fraction(schedule),
         notes=trace.notes,
+    )
+
+
+def _too_few_units(layout: Layout, trace: Trace) -> str:
+    asked = (
+        f"{layout.num_stages} stages ({layout.num_ranks} ranks x {layout.virtual_stages}): "
+        f"the step makes {len(trace.calls)} calls of modules that can be placed"
+    )
+    if not trace.calls:
+        return (
+            f"{asked}, because its weights are bare parameters or nothing with weights is called; "
+            "a stage holds whole modules. Put the weights into submodules, or train on one device"
+        )
+    names = ", ".join(dict.fromkeys(call.unit for call in trace.calls))
+    whole = f" ({', '.join(sorted(trace.keep_whole))} must stay whole)" if trace.keep_whole else ""
+    return (
+        f"{asked}: {names}{whole}. Give at most {len(trace.calls)} stages (devices x "
+        "virtual_stages), or write the model as more and smaller modules"
     )
 
 

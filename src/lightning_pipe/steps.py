@@ -191,6 +191,7 @@ class Pipeline:
                 piece,
                 num_stages=self.layout.num_stages,
                 device_type=self.device.type,
+                like=None if self._home is None else self._home.cut.trace,
             )
 
     def _agree(self, trace: Trace) -> None:

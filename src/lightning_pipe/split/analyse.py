@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.split._fake import VALUE_NEEDED, clear_memoised, is_fake, quiet_fakes
-from lightning_pipe.split.provenance import ValueNeeded
+from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
+from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tracer import KeepWhole, Tracer
@@ -26,12 +27,14 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class _Search:
     """The state of the loop: which modules were found to be indivisible, which too coarse."""
 
-    def __init__(self, root: nn.Module, num_stages: int) -> None:
+    def __init__(self, root: nn.Module, num_stages: int, like: Trace | None) -> None:
         self.root = root
         self.num_stages = num_stages
-        self.keep_whole: set[str] = set()
-        self.open_up: set[str] = set()
+        self.keep_whole: set[str] = set(like.keep_whole) if like else set()
+        self.open_up: set[str] = set(like.open_up) if like else set()
+        self.known_reads = dict(like.read_values) if like else {}
         self.real = False
+        self.truth = False
         self.notes: list[str] = []
         self.modules = dict(root.named_modules(remove_duplicate=False))
         self.names = {id(m): n for n, m in self.modules.items()}
@@ -92,6 +95,7 @@ def trace_step(
     num_stages: int,
     key: int = 0,
     device_type: str = "cpu",
+    like: Trace | None = None,
 ) -> Trace:
     """Trace ``step(batch)`` on fakes and find the units of ``root`` that fit ``num_stages`` stages.
 
@@ -106,11 +110,30 @@ def trace_step(
         num_stages: Stages to cut into (P * V), which decides how fine the units are.
         key: Random key of the micro-batch.
         device_type: Device whose random generator is preserved beside the CPU's.
+        like: The first trace of the module: its units are chosen again, and where it had to read
+            values for real, those are taken for granted.
 
     Raises:
         CutError: The step cannot be traced; the message names the module and the reason.
     """
-    search = _Search(root, num_stages)
+    if num_stages == 1:
+        try:
+            return _search(root, step, batch, 1, key, device_type, like)
+        except CutError as refusal:  # nothing is cut, so nothing needs to be known
+            return Trace(training=torch.is_grad_enabled(), notes=(f"not traced: {refusal}",))
+    return _search(root, step, batch, num_stages, key, device_type, like)
+
+
+def _search(
+    root: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    num_stages: int,
+    key: int,
+    device_type: str,
+    like: Trace | None,
+) -> Trace:
+    search = _Search(root, num_stages, like)
     with preserved(device_type), quiet_fakes():
         for _ in range(_MAX_ROUNDS):
             units = search.units()
@@ -120,6 +143,9 @@ def trace_step(
                 clear_memoised()
             if trace is not None:
                 trace.notes = (*search.notes, *trace.notes)
+                trace.keep_whole = frozenset(search.keep_whole)
+                trace.open_up = frozenset(search.open_up)
+                trace.read_values = {**search.known_reads, **trace.read_values}
                 return trace
     raise CutError(f"the step cannot be traced in {_MAX_ROUNDS} rounds: {'; '.join(search.notes)}")
 
@@ -131,29 +157,53 @@ def _attempt(
     batch: Any,
     key: int,
 ) -> Trace | None:
-    tracer = Tracer(search.root, units, real=search.real, key=key)
+    tracer = Tracer(
+        search.root,
+        units,
+        real=search.real,
+        key=key,
+        truth=search.truth,
+        known_reads=search.known_reads,
+    )
     try:
         trace = tracer.run(step, batch)
-    except KeepWhole as refusal:
-        if not search.keep({refusal.name}, str(refusal)):
-            raise CutError(str(refusal)) from refusal
-        return None
-    except ValueNeeded as need:
-        if not _blame(search, units, set(need.frames), "its code needs values"):
-            search.go_real(str(need))
-        return None
-    except (*VALUE_NEEDED, CutError):
-        raise
     except Exception as error:
-        if search.real or _users_own(error, tracer):
-            raise
+        _mend(search, units, tracer, error)
+        return None
+    again = (
+        _value_dependent(search, units, tracer)
+        or _uncalled(search, units, trace)
+        or _leaking(search, units, tracer, trace)
+    )
+    return None if again else trace
+
+
+def _mend(search: _Search, units: dict[str, nn.Module], tracer: Tracer, error: Exception) -> None:
+    """Change the search so that the next round does not fail like this; or raise."""
+    if isinstance(error, KeepWhole):
+        if not search.keep({error.name}, str(error)):
+            raise CutError(str(error)) from error
+    elif isinstance(error, ValueNeeded):
+        if not _blame(search, units, set(error.frames), "its code needs values"):
+            search.go_real(str(error))
+    elif isinstance(error, InnerGradient):
+        raise CutError(
+            f"the step calls {error} inside itself: its graph would have to reach through all "
+            "stages, and a stage only has its own part. Take the term out of the step, or train "
+            "this model on one device."
+        ) from None
+    elif isinstance(error, CutError) or search.real or _users_own(error, tracer):
+        raise error
+    elif not _guess_again(search, tracer):
         _retry_real(search, error)
-        return None
-    if _value_dependent(search, units, tracer) or _uncalled(search, units, trace):
-        return None
-    if _leaking(search, units, tracer, trace):
-        return None
-    return trace
+
+
+def _guess_again(search: _Search, tracer: Tracer) -> bool:
+    """A condition on a fake was taken for false and the step raised: take it for true, once."""
+    if not tracer.values.guesses or search.truth:
+        return False
+    search.truth = True
+    return True
 
 
 def _users_own(error: Exception, tracer: Tracer) -> bool:

@@ -27,6 +27,8 @@ def place(trace: Trace, starts: Sequence[int]) -> tuple[int, ...]:
     Raises:
         CutError: ``starts`` does not begin at call 0, or leaves a stage empty.
     """
+    if tuple(starts) == (0,):
+        return (0,) * len(trace.calls)
     if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
         raise CutError(
             f"stage starts {tuple(starts)}: the first is 0 and each is above the one before."

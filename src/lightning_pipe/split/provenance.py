@@ -10,6 +10,7 @@ ledger is not.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -173,9 +174,18 @@ _PLACEHOLDERS = {
     "__array__": lambda t: torch.ones(t.shape, dtype=t.dtype).numpy(),
     "__float__": lambda t: 1.0,
     "__int__": lambda t: 1,
+    "__bool__": lambda t: False,
     "__index__": lambda t: 1,
     "__format__": lambda t: "1.0",
 }
+
+
+#: torch calls that differentiate inside the step: the graph ends at the stage's border
+_DIFFERENTIATE = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+
+
+class InnerGradient(Exception):
+    """The step differentiates on its own."""
 
 
 _BINARY = frozenset(
@@ -197,11 +207,23 @@ class ValueLedger(TorchFunctionMode):
 
     Args:
         operators: The operator ledger of the same trace.
+        truth: What a condition on a fake is taken for, until the end of the step shows that no unit
+            call depends on it.
+        known_reads: What an earlier trace, with real values, read at each place.
     """
 
-    def __init__(self, operators: OperatorLedger) -> None:
+    def __init__(
+        self,
+        operators: OperatorLedger,
+        *,
+        truth: bool = False,
+        known_reads: Mapping[tuple[int, int], Any] | None = None,
+    ) -> None:
         super().__init__()
         self._operators = operators
+        self._truth = truth
+        self._known_reads = known_reads or {}
+        self._read_count: Counter[int] = Counter()
         self._values: dict[int, Sources] = {}
         self._kept: list[Tensor] = []
         self._results: dict[tuple[int, int, int], Tensor] = {}
@@ -217,6 +239,9 @@ class ValueLedger(TorchFunctionMode):
         self.random_calls: set[tuple[int, int]] = set()
         #: (segment, sources, modules on the stack) of values that were read as Python data
         self.reads: list[tuple[int, Sources, tuple[int, ...]]] = []
+        #: conditions on fakes that were taken for ``truth``
+        self.guesses = 0
+        self.read_values: dict[tuple[int, int], Any] = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -253,12 +278,15 @@ class ValueLedger(TorchFunctionMode):
         parents = NOTHING.union(*(self.of(t) for t in inputs))
         place = (self.segment, self._count if self._segment == self.segment else 0)
         reads, draws = self._operators.value_reads, self._operators.random_draws
+        if func in _DIFFERENTIATE:
+            raise InnerGradient(getattr(func, "__name__", "grad"))
         try:
             out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
             out = self._placeholder(func, inputs, parents, error)
-        read = str(getattr(func, "__name__", "")) in _PLACEHOLDERS
-        if read or self._operators.value_reads != reads:
+        if str(getattr(func, "__name__", "")) in _PLACEHOLDERS:
+            self._note_read(out, parents, inputs)
+        elif self._operators.value_reads != reads:
             self.control |= parents
         if self._operators.random_draws != draws:
             self.random_calls.add(place)
@@ -274,9 +302,25 @@ class ValueLedger(TorchFunctionMode):
             raise error
         if name not in _PLACEHOLDERS:
             raise ValueNeeded(name, calling_modules()) from error
+        place = (self.segment, self._read_count[self.segment])
+        if place in self._known_reads:
+            return self._known_reads[place]
         self.reads.append((self.segment, parents, calling_modules()))
+        if name == "__bool__":
+            self.guesses += 1
+            return self._truth
         with self.paused():
             return _PLACEHOLDERS[name](fakes[0])  # type: ignore[no-untyped-call]
+
+    def _note_read(self, out: Any, parents: Sources, inputs: list[Tensor]) -> None:
+        """Remember what was read: whoever runs this glue needs the value."""
+        if not parents:
+            return
+        self.control |= parents
+        place = (self.segment, self._read_count[self.segment])
+        self._read_count[self.segment] += 1
+        if not any(is_fake(t) for t in inputs):
+            self.read_values[place] = out
 
     def _record(self, func: Any, out: Any, inputs: list[Tensor], parents: Sources) -> None:
         outputs = tensors(out)

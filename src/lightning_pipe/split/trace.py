@@ -175,6 +175,11 @@ class Trace:
     training: bool = True
     on_fakes: bool = True
     notes: tuple[str, ...] = ()
+    #: modules that must stay whole, and those that had to be opened: later traces start from here
+    keep_whole: frozenset[str] = frozenset()
+    open_up: frozenset[str] = frozenset()
+    #: what the glue read as Python data in a trace with real values, by place
+    read_values: Mapping[tuple[int, int], Any] = field(default_factory=dict)
 
     @property
     def unit_names(self) -> tuple[str, ...]:

@@ -97,10 +97,19 @@ class Tracer:
         units: Name to module, from :func:`lightning_pipe.split.units.find_units`.
         real: Run everything for real instead of on fakes.
         key: Random key of the traced micro-batch.
+        truth: What a condition on a fake is taken for.
+        known_reads: What an earlier trace with real values read.
     """
 
     def __init__(
-        self, root: nn.Module, units: Mapping[str, nn.Module], *, real: bool, key: int
+        self,
+        root: nn.Module,
+        units: Mapping[str, nn.Module],
+        *,
+        real: bool = False,
+        key: int = 0,
+        truth: bool = False,
+        known_reads: Mapping[tuple[int, int], Any] | None = None,
     ) -> None:
         self._root = root
         self._units = units
@@ -114,7 +123,7 @@ class Tracer:
             self._all_names[first] = (*self._all_names.get(first, ()), name)
         self._module_names = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
         self.operators = OperatorLedger(self._first_name)
-        self.values = ValueLedger(self.operators)
+        self.values = ValueLedger(self.operators, truth=truth, known_reads=known_reads)
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
         self._busy = False
@@ -189,6 +198,7 @@ class Tracer:
             training=torch.is_grad_enabled(),
             on_fakes=not self._real,
             notes=tuple(self.notes),
+            read_values=self.values.read_values,
         )
 
     # ------------------------------------------------------------------ one unit call

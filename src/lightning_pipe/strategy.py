@@ -179,12 +179,14 @@ class PipelineStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._ranks: Ranks | None = None
         self._pipeline: Pipeline | None = None
+        self._last: Pipeline | None = None
         self._buffers: states.BufferWatch | None = None
         self._parameter_names: dict[int, str] = {}
         self._optimizer_home: Home | None = None
         self._plan: Plan | None = None
         self._undo_clip: Any = None
         self._guard = ExitStack()
+        self._restored_mode = "all"
         self._failed = False
         self._check_arguments()
 
@@ -309,6 +311,7 @@ class PipelineStrategy(ParallelStrategy):
             context=lambda name: getattr(self.precision_plugin, _CONTEXTS[name])(),
             seed=share.broadcast_object(ranks, torch.initial_seed(), ranks.first_position),
         )
+        self._last = self._pipeline
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -369,8 +372,14 @@ class PipelineStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_cut:
+        if self._passes_through:
             return super().training_step(*args, **kwargs)
+        if not self._is_cut:
+            raise ConfigError(
+                f"{type(self._module).__name__}.training_step reads batches itself "
+                "(`dataloader_iter`): a pipeline splits each batch and needs it as an argument. Take "
+                "`batch` instead, or train on one device without num_microbatches"
+            )
         output, stash = self._run("training_step", args, training=True)
         assert stash is not None
         if isinstance(output, Tensor):
@@ -410,7 +419,7 @@ class PipelineStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        if self._get_layout().num_ranks == 1:
+        if self._passes_through:
             return dataloader
         return SharedLoader(dataloader, self._get_ranks(), self.root_device)
 
@@ -527,7 +536,8 @@ class PipelineStrategy(ParallelStrategy):
         if self._pipeline is not None:
             self._pipeline.tail.release()
             if self._pipeline.is_cut and not self._failed:
-                self._restore(self._restore_mode())
+                self._restored_mode = self._restore_mode()
+                self._restore(self._restored_mode)
         self._guard.close()
         seam.teardown(self, super().teardown)
 
@@ -576,7 +586,7 @@ class PipelineStrategy(ParallelStrategy):
                 "the last run of this module failed and its other stages are lost; build the module "
                 "anew and load a checkpoint"
             )
-        if self._restore_mode() == "none" or self._restore_model == "none":
+        if self._restored_mode == "none":
             self._restore("all")
         elif not pipeline.ranks.is_first:  # the first rank gives its weights to all in `setup`
             names = pipeline.home.ownership.foreign
@@ -594,7 +604,7 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def bubble(self) -> Bubble | None:
         """How idle this rank was in the last step; None before the first."""
-        pipeline = self._pipeline
+        pipeline = self._last
         if pipeline is None or pipeline.schedule is None or not pipeline.step_s:
             return None
         busy_s = sum(span.duration_s for span in pipeline.spans)
@@ -603,14 +613,14 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def last_timeline(self) -> Timeline | None:
         """What this rank did in the last step; None before the first."""
-        pipeline = self._pipeline
+        pipeline = self._last
         if pipeline is None or pipeline.schedule is None:
             return None
         return Timeline.from_spans(pipeline.spans, pipeline.ranks.num_positions)
 
     def gather_timeline(self) -> Timeline | None:
         """What all ranks did in the last step; all ranks have to call this."""
-        pipeline = self._pipeline
+        pipeline = self._last
         if pipeline is None or pipeline.schedule is None:
             return None
         parts = share.gather_objects(pipeline.ranks, list(pipeline.spans)) or []

@@ -80,6 +80,8 @@ def _no_dropout(net: nn.Module) -> nn.Module:
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
     return net
 
 

@@ -76,16 +76,17 @@ def place_like(trace: Trace, homes: Mapping[str, Iterable[int]], *, num_stages: 
         num_stages: Stages of the training cut.
 
     Raises:
-        CutError: A unit has no home.
+        CutError: No stage holds all of a unit.
     """
     segment_of_call: list[int] = []
     home: list[int] = []
     for call in trace.calls:
-        choices = sorted(_homes_of(call.unit, homes))
+        choices = sorted(_homes_of(call.unit, homes, last=num_stages - 1))
         if not choices:
             raise CutError(
-                f"unit '{call.unit}' is called in this step but belongs to no stage: the training "
-                "step never calls it. Call it in training_step too, or run this step on one device."
+                f"unit '{call.unit}' is called whole in this step, but the training step cut it into "
+                "pieces that live on several stages. Choose other split_points, or run this step on "
+                "one device."
             )
         here = home[-1] if home else min(choices)
         stage = (
@@ -99,7 +100,8 @@ def place_like(trace: Trace, homes: Mapping[str, Iterable[int]], *, num_stages: 
     return Segments(tuple(segment_of_call), tuple(home))
 
 
-def _homes_of(unit: str, homes: Mapping[str, Iterable[int]]) -> set[int]:
+def _homes_of(unit: str, homes: Mapping[str, Iterable[int]], *, last: int) -> set[int]:
+    """Find the stages that hold a unit; what the training step never calls lives on the last."""
     if unit in homes:
         return set(homes[unit])
     name = unit
@@ -107,7 +109,7 @@ def _homes_of(unit: str, homes: Mapping[str, Iterable[int]]) -> set[int]:
         if name in homes:
             return set(homes[name])
     inside = [set(stages) for known, stages in homes.items() if known.startswith(unit + ".")]
-    return set.intersection(*inside) if inside else set()
+    return set.intersection(*inside) if inside else {last}
 
 
 @dataclass

@@ -165,7 +165,8 @@ def repeat(num_ranks, name, virtual_stages, num_microbatches):
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
 def test_twenty_steps_do_not_deadlock(name):
-    run_ranks(2, repeat, 2, name, 2, 4)
+    """With more messages under way than are kept: a send was once waited for twice, for ever."""
+    run_ranks(2, repeat, 2, name, 2, 8)
 
 
 class Counting(Stage):

@@ -30,12 +30,18 @@ _WIRE_DTYPES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Message:
-    """Tensors under way, in one direction."""
+    """Tensors under way, in one direction.
+
+    Attributes:
+        works: What to wait for; emptied by the wait, since to wait for the same send a second time
+            never ends on gloo.
+        tensors: Kept alive until then.
+    """
 
     works: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]  # kept alive until the works are done
+    tensors: tuple[Tensor, ...]
 
     def done(self) -> bool:
         """Whether all of it has arrived, as far as can be told without waiting."""
@@ -83,6 +89,7 @@ class Links:
         try:
             for work in message.works:
                 work.wait()
+            message.works = message.tensors = ()
         except RuntimeError as error:
             raise PeerError(
                 f"{self._ranks}: the connection to rank {position} "

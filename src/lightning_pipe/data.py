@@ -83,16 +83,17 @@ class _SharedIterator(Iterator[Any]):
         self._iterator: Iterator[Any] | None = None
         self._peeked: _Read | None = None
         self._rng_before_peek: Any = None
-        error, length = None, None
+        self._error: Exception | None = (
+            None  # raised at the first read: Lightning expects none here
+        )
+        length = None
         if ranks.is_first:
             try:
                 self._iterator = iter(loader)
                 length = sized_len(loader)
-            except Exception as caught:
-                error = caught
-        error, self.num_batches = broadcast_object(ranks, (error, length), ranks.first_position)
-        if error is not None:
-            raise error
+            except Exception as error:
+                self._error = error
+        self.num_batches = broadcast_object(ranks, length, ranks.first_position)
 
     def __next__(self) -> Any:
         read = self._peeked
@@ -128,8 +129,10 @@ class _SharedIterator(Iterator[Any]):
     def _read(self) -> _Read:
         read = _Read()
         if self._ranks.is_first:
-            assert self._iterator is not None
             try:
+                if self._error is not None:
+                    raise self._error
+                assert self._iterator is not None
                 read = _Read(next(self._iterator))
             except StopIteration:
                 read = _Read(is_end=True)

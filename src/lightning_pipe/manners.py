@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -99,12 +100,14 @@ def move_own(module: nn.Module, device: torch.device) -> None:
 def show_plan(plan: Plan) -> None:
     """Shows a plan as a table, on the console of this process."""
     header, *rows = plan.table_rows()
-    table = Table(
-        *header, title=f"Pipeline: {plan.describe().splitlines()[0]}", title_justify="left"
-    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(name, no_wrap=True, justify="left" if index == 3 else "right")
     for row in rows:
         table.add_row(*row)
-    console = Console()
+    console = Console(width=160)
     with console.capture() as captured:
         console.print(table)
-    rank_zero_info("\n" + captured.get() + "".join(f"note: {note}\n" for note in plan.notes))
+    summary = plan.describe().splitlines()[0]
+    notes = "".join(f"note: {note}\n" for note in plan.notes)
+    rank_zero_info(f"Pipeline {summary}\n{captured.get()}{notes}")

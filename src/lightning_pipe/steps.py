@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -155,7 +155,8 @@ class Pipeline:
             CutError: The step cannot be cut, or the ranks saw different steps.
         """
         piece = self._split(args[0]).batches[0]
-        trace = self._trace(name, piece, args[1:], training=training)
+        with whole_as_fakes(self.module, self.device):
+            trace = self._trace(name, piece, args[1:], training=training)
         self._agree(trace)
         cut = cut_step(self.layout, trace)
         held = parameters_of_stages(self.module, cut)
@@ -179,7 +180,7 @@ class Pipeline:
             ownership,
         )
         ownership.drop_foreign(self.device)
-        key = self._key(name, piece, training=training)
+        key = (*self._state_key(name, training=training), signature(piece))
         self._cuts[key] = self._prepared(cut, stage_to_rank)
 
     def _trace(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Trace:
@@ -219,11 +220,13 @@ class Pipeline:
                 )
         return prepared
 
-    def _cut_for(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> CutStep:
+    def _cut_for(
+        self, state: tuple[Any, ...], piece: Any, rest: tuple[Any, ...], *, training: bool
+    ) -> CutStep:
         """The cut of a step for one batch structure; a new structure costs one trace on each rank."""
-        key = self._key(name, piece, training=training)
+        key = (*state, signature(piece))
         if key not in self._cuts:
-            trace = self._trace(name, piece, rest, training=training)
+            trace = self._trace(state[0], piece, rest, training=training)
             home = self.home
             if [c.unit for c in trace.calls] == [c.unit for c in home.cut.trace.calls]:
                 cut = StepCut(trace, place(trace, home.starts), num_stages=self.layout.num_stages)
@@ -248,10 +251,11 @@ class Pipeline:
         stages = tuple(segments.home[segment] for segment in segments.segment_of_call)
         return StepCut(trace, stages, num_stages=self.layout.num_stages), ranks
 
-    def _key(self, name: str, piece: Any, *, training: bool) -> Any:
+    def _state_key(self, name: str, *, training: bool) -> tuple[Any, ...]:
+        """What a trace depends on besides its batch: modules in train or eval mode, frozen weights."""
         modes = tuple(module.training for module in self.module.modules())
         flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        return name, training, signature(piece), hash(modes), hash(flags)
+        return name, training, hash(modes), hash(flags)
 
     # ------------------------------------------------------------------ running
 
@@ -270,7 +274,10 @@ class Pipeline:
             What the step returned, merged over micro-batches, and the gradients of this rank.
         """
         pieces = self._split(args[0])
-        cuts = [self._cut_for(name, piece, args[1:], training=training) for piece in pieces.batches]
+        state = self._state_key(name, training=training)
+        cuts = [
+            self._cut_for(state, piece, args[1:], training=training) for piece in pieces.batches
+        ]
         schedule = self._schedule_for(cuts, training=training)
         step = _Step(self, name, args[1:], pieces, cuts, mix(self._seed, *index), training)
         stages = {stage: _StageWork(step, stage) for stage in schedule.stages(self.ranks.position)}
@@ -345,6 +352,27 @@ class Pipeline:
             traces = traces if is_last else received
         assert traces is not None
         return self.tail.apply(traces, is_last=is_last)
+
+
+@contextmanager
+def whole_as_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Lets a module that is too large for a device be traced as if it were there.
+
+    Buffers move to the device for good; parameters are fakes on it for the length of the trace.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            child._buffers[name] = None if buffer is None else buffer.to(device)
+    values = {name: parameter.data for name, parameter in module.named_parameters()}
+    ghosts = Ownership(module, frozenset())
+    ghosts.drop_foreign(device)
+    try:
+        yield
+    finally:
+        ghosts.restore(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,316 @@
+"""One batch for all stages, whatever the loader; short, changing and nested batches."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from tests import lit
+from tests.helpers import spawn_ranks
+from tests.lit import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_pipe import BatchError
+
+
+def _world():
+    return torch.distributed.get_world_size()
+
+
+def _short(strategy, count):
+    module = lit.seeded(lit.Lit)
+    trainer = lit.trainer(strategy, _world(), max_epochs=2)
+    trainer.fit(module, DataLoader(lit.rows(count), batch_size=4))
+    return lit.outcome(module, trainer)
+
+
+@pytest.mark.parametrize("count", [10, 9], ids=["2 rows at the end", "1 row at the end"])
+def test_a_short_last_batch_trains_exactly(count):
+    expected = run_ranks(1, _short, None, count)[0]
+    assert expected["steps"] == 6
+    lit.assert_equal(run_ranks(2, _short, {"num_microbatches": 4}, count), expected)
+
+
+class _Identity(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        for layer in self.net:
+            nn.init.eye_(layer.weight)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class _Random(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        x = torch.rand(4) + random.random() + float(np.random.rand())
+        return x, x.clone()
+
+
+def _random(num_workers):
+    warnings_free = DataLoader(_Random(), batch_size=4, shuffle=True, num_workers=num_workers)
+    torch.manual_seed(torch.distributed.get_rank())
+    module = _Identity()
+    trainer = lit.trainer({}, _world(), precision="32-true", max_epochs=2)
+    trainer.fit(module, warnings_free)
+    return module.losses
+
+
+def test_stages_see_the_same_random_batch():
+    assert run_ranks(2, _random, 0) == [[0.0] * 8] * 2
+
+
+def _random_from_workers():
+    sys.stdout.write(f"losses {_random(2)}\n")
+
+
+def test_stages_see_the_same_random_batch_of_worker_processes():
+    for ended in spawn_ranks(2, _random_from_workers, timeout=150):
+        assert f"losses {[0.0] * 8}" in ended.stdout, ended.stderr
+
+
+class _Transformed(lit.Lit):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        scale = random.random() + float(np.random.rand())
+        return x + scale * torch.randn_like(x), y
+
+
+def _transformed(strategy):
+    module = lit.seeded(_Transformed)
+    trainer = lit.trainer(strategy, _world())
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8, shuffle=True))
+    return lit.outcome(module, trainer)
+
+
+def test_random_transforms_draw_the_same_on_every_stage():
+    expected = run_ranks(1, _transformed, None)[0]
+    lit.assert_equal(run_ranks(2, _transformed, {}), expected)
+
+
+class _Ids(pl.Callback):
+    def __init__(self):
+        self.ids = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ids += batch[0][:, 0].tolist()
+
+
+def _all_ids():
+    x = torch.zeros(64, 8, dtype=torch.float64)
+    x[:, 0] = torch.arange(64)
+    module, ids = lit.seeded(lit.Lit), _Ids()
+    trainer = lit.trainer({}, _world(), callbacks=[ids])
+    dataset = torch.utils.data.TensorDataset(x, torch.zeros(64, dtype=torch.int64))
+    trainer.fit(module, DataLoader(dataset, batch_size=8, shuffle=True))
+    return trainer.num_training_batches, int(trainer.estimated_stepping_batches), ids.ids
+
+
+def test_the_data_is_not_sharded_over_stages():
+    results = run_ranks(4, _all_ids)
+    for num_batches, steps, ids in results:
+        assert (num_batches, steps) == (8, 8)
+        assert sorted(ids) == list(range(64))
+        assert ids == results[0][2]
+
+
+class _Stream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+        self.reads = 0
+
+    def __iter__(self):
+        x, y = lit.rows(self.count).tensors
+        for row in zip(x, y, strict=True):
+            self.reads += 1
+            yield row
+
+
+class _OneShot:
+    """A loader that can be gone through once and has no length."""
+
+    def __init__(self, count):
+        x, y = lit.rows(count).tensors
+        self.batches = iter([(x[i : i + 8], y[i : i + 8]) for i in range(0, count, 8)])
+
+    def __iter__(self):
+        return self.batches
+
+
+def _streamed(strategy, kind, arguments):
+    module = lit.seeded(lit.Lit)
+    loader = DataLoader(_Stream(44), batch_size=8) if kind == "iterable" else _OneShot(44)
+    trainer = lit.trainer(strategy, _world(), **arguments)
+    trainer.fit(module, loader, DataLoader(_Stream(20), batch_size=8))
+    reads = loader.dataset.reads if kind == "iterable" else 0
+    return lit.outcome(module, trainer), reads
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("iterable", {}),
+        ("iterable", {"limit_train_batches": 3, "max_epochs": 2, "limit_val_batches": 1}),
+        ("iterable", {"max_steps": 4, "max_epochs": -1, "val_check_interval": 2}),
+        ("once", {}),
+    ],
+)
+def test_streams_lose_no_batch_and_end_everywhere(kind, arguments):
+    expected, reads = run_ranks(1, _streamed, None, kind, arguments)[0]
+    results = run_ranks(2, _streamed, {}, kind, arguments)
+    lit.assert_equal([result for result, _ in results], expected)
+    assert [count for _, count in results] == [reads, 0]
+
+
+class _TwoLoaders(lit.Lit):
+    def training_step(self, batch, batch_idx):
+        loss = super().loss(batch["a"])
+        if batch["b"] is not None:
+            loss = loss + super().loss(batch["b"])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val_loss", self.loss(batch))
+
+
+def _combined(strategy, mode):
+    module = lit.seeded(_TwoLoaders)
+    loaders = {
+        "a": DataLoader(lit.rows(24), batch_size=8, shuffle=True),
+        "b": DataLoader(lit.rows(16), batch_size=8),
+    }
+    trainer = lit.trainer(strategy, _world(), max_epochs=2)
+    trainer.fit(module, CombinedLoader(loaders, mode), list(loaders.values()))
+    return lit.outcome(module, trainer)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_combined_loaders(mode):
+    expected = run_ranks(1, _combined, None, mode)[0]
+    lit.assert_equal(run_ranks(2, _combined, {}, mode), expected)
+
+
+class _Lengths(lit.LitTied):
+    def __init__(self):
+        super().__init__()
+        self.lengths = []
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.lengths.append((tuple(batch[0].shape), outputs["loss"].item()))
+
+
+def _lengths(strategy):
+    module = lit.seeded(_Lengths)
+    batches = [(lit.tokens(4, length).tensors[0],) for length in (5, 9, 3, 5)]
+    trainer = lit.trainer(strategy, _world(), val_check_interval=1, num_sanity_val_steps=0)
+    trainer.fit(
+        module, DataLoader(batches, batch_size=None), DataLoader(lit.tokens(8, 7), batch_size=8)
+    )
+    return lit.outcome(module, trainer), module.lengths
+
+
+def test_sequence_lengths_and_batch_sizes_may_change():
+    expected, lengths = run_ranks(1, _lengths, None)[0]
+    for result, found in run_ranks(2, _lengths, {"num_microbatches": 2}):
+        lit.assert_equal([result], expected)
+        assert [shape for shape, _ in found] == [shape for shape, _ in lengths]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in lengths])
+
+
+class _Nested(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(4, 3)
+        self.shapes = []
+
+    def training_step(self, batch, batch_idx):
+        inputs, target = batch
+        x = inputs["x"].masked_fill(inputs["m"]["mask"], 0) + inputs["bias"]
+        hidden = self.net(x) if inputs["flag"] else x
+        assert len(inputs["ids"]) == len(x)
+        logits = self.head(hidden.masked_fill(inputs["m"]["mask"], 0))
+        self.shapes.append((tuple(inputs["cw"].shape), inputs["none"], inputs["ids"][0]))
+        loss = F.cross_entropy(logits, target["a"], reduction="none") * inputs["cw"].sum()
+        return loss.mean() + (hidden[:, :2] - target["b"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _nested(strategy):
+    module = lit.seeded(_Nested)
+    generator = torch.Generator().manual_seed(3)
+    inputs = {
+        "x": torch.randn(6, 4, generator=generator, dtype=torch.float64),
+        "m": {"mask": torch.rand(6, 4, generator=generator) < 0.3},
+        "bias": torch.ones(1, 4, dtype=torch.float64),
+        "cw": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
+        "flag": True,
+        "none": None,
+        "ids": list("abcdef"),
+    }
+    target = {"a": torch.arange(6) % 3, "b": torch.ones(6, 2, dtype=torch.float64)}
+    trainer = lit.trainer(strategy, _world())
+    trainer.fit(module, DataLoader([(inputs, target)] * 3, batch_size=None))
+    return lit.outcome(module, trainer)
+
+
+def test_nested_batches_are_split_by_rows_and_the_rest_goes_whole():
+    expected = run_ranks(1, _nested, None)[0]
+    lit.assert_equal(run_ranks(2, _nested, {"num_microbatches": 3}), expected)
+
+
+def _no_rows():
+    module = lit.seeded(lit.Lit)
+    x, y = lit.rows().tensors
+    with pytest.raises(BatchError, match="0 rows"):
+        lit.trainer({}, 2).fit(module, DataLoader([(x[:0], y[:0])], batch_size=None))
+    return True
+
+
+def test_an_empty_batch_is_refused_on_all_ranks():
+    assert run_ranks(2, _no_rows) == [True, True]
+
+
+class _Broken(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 20:
+            raise FileNotFoundError("picture 20 is missing")
+        return tuple(t[index] for t in lit.rows().tensors)
+
+
+def _broken():
+    module = lit.seeded(lit.Lit)
+    with pytest.raises(FileNotFoundError, match="picture 20"):
+        lit.trainer({}, 2).fit(module, DataLoader(_Broken(), batch_size=8))
+    return True
+
+
+def test_a_loader_that_raises_ends_all_ranks_with_its_exception():
+    assert run_ranks(2, _broken) == [True, True]

@@ -1,0 +1,126 @@
+"""Processes: started by the script itself, ended together when one fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from tests import lit
+from tests.helpers import spawn_ranks
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).parents[1]
+
+
+class _Fails(lit.Lit):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ValueError("labels of batch 2 are out of range")
+        return loss
+
+
+class _FailsEarly(lit.Lit):
+    def make_net(self, width, depth):
+        net = super().make_net(width, depth)
+        net[0].register_forward_hook(self.check)
+        return net
+
+    def check(self, module, args, output):
+        if getattr(self, "_trainer", None) is not None and self.trainer.global_step == 2:
+            raise ValueError("activations of unit 0 are wrong")
+
+
+def _fail(cls):
+    trainer = lit.trainer({}, 2)
+    trainer.fit(lit.seeded(cls), DataLoader(lit.rows(), batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("cls", "message", "stage", "failing"),
+    [
+        (_Fails, "labels of batch 2 are out of range", "stage 1", 0),
+        (_FailsEarly, "activations of unit 0 are wrong", "stage 0", 1),
+    ],
+)
+def test_a_failing_stage_ends_all_ranks_with_its_exception(cls, message, stage, failing):
+    ended = spawn_ranks(2, _fail, cls, timeout=150)
+    assert all(process.returncode not in (0, None) for process in ended)
+    assert message in ended[0].stderr
+    assert f"{stage}, rank" in ended[failing].stderr
+    assert "micro-batch 0" in ended[failing].stderr
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from tests import lit
+
+def main():
+    fails = len(sys.argv) > 1
+    module = lit.seeded(lit.Lit)
+    if fails:
+        def training_step(batch, batch_idx):
+            raise ValueError("the step of the user fails")
+        module.training_step = training_step
+    trainer = lit.trainer({"start_method": "popen"}, 2, enable_model_summary=True)
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    print("loss", trainer.callback_metrics["train_loss_epoch"].item(), trainer.global_rank)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def _run_script(folder, *arguments):
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MARK=str(folder))
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def _left_behind(folder):
+    """Processes that this test's script has started and that still run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={folder}" in (process / "environ").read_text(errors="ignore"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_a_script_starts_its_ranks_and_ends_them(tmp_path):
+    ended = _run_script(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(line for line in ended.stdout.splitlines() if line.startswith("loss"))
+    assert [line.split()[2] for line in lines] == ["0", "1"]
+    assert lines[0].split()[1] == lines[1].split()[1]
+    assert "340" in ended.stdout + ended.stderr or "Total params" in ended.stdout + ended.stderr
+    assert _left_behind(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_a_script_that_fails_leaves_no_process_behind(tmp_path):
+    ended = _run_script(tmp_path, "fails")
+    assert ended.returncode != 0
+    assert "the step of the user fails" in ended.stderr
+    end = time.monotonic() + 15
+    while _left_behind(tmp_path) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert _left_behind(tmp_path) == []

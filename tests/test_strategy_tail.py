@@ -1,0 +1,273 @@
+"""What the tail of a step leaves behind is the same on every rank, and what one device would have left."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from tests import lit
+from tests.lit import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+
+def _world():
+    return torch.distributed.get_world_size()
+
+
+def _logged(strategy, folder):
+    module = lit.seeded(lit.Lit)
+    trainer = lit.trainer(
+        strategy,
+        _world(),
+        logger=CSVLogger(folder, version=0),
+        callbacks=[LearningRateMonitor("step")],
+        log_every_n_steps=1,
+        max_epochs=2,
+    )
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8), DataLoader(lit.rows(), batch_size=8))
+    return lit.outcome(module, trainer)
+
+
+def test_the_logger_of_rank_0_writes_what_one_device_writes(tmp_path):
+    expected = run_ranks(1, _logged, None, str(tmp_path / "one"))[0]
+    lit.assert_equal(run_ranks(2, _logged, {}, str(tmp_path / "two")), expected)
+    one, two = (
+        list(csv.DictReader(next(Path(tmp_path / name).rglob("metrics.csv")).open()))
+        for name in ("one", "two")
+    )
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert (a[key] == "") == (b[key] == "")
+            if a[key]:
+                assert float(b[key]) == pytest.approx(float(a[key]), rel=1e-6)
+
+
+class _Scripted(lit.Lit):
+    losses = (1.0, 0.5, 0.6, 0.7, 0.8)
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("val_loss", 0 * loss + self.losses[self.current_epoch])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+        }
+
+
+def _decided(strategy, folder):
+    module = lit.seeded(_Scripted)
+    best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=1)
+    trainer = lit.trainer(
+        strategy,
+        _world(),
+        max_epochs=10,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        callbacks=[EarlyStopping("val_loss", patience=2), best],
+    )
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8), DataLoader(lit.rows(), batch_size=8))
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    return trainer.current_epoch, Path(best.best_model_path).name, best.best_model_score.item(), lr
+
+
+def test_callbacks_decide_the_same_on_all_ranks(tmp_path):
+    expected = run_ranks(1, _decided, None, str(tmp_path / "one"))[0]
+    assert expected[:3] == (4, "epoch=1.ckpt", 0.5)
+    assert run_ranks(2, _decided, {}, str(tmp_path / "two")) == [expected] * 2
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["epoch=1.ckpt"]
+
+
+class _Keys(lit.Lit):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        four = 0 * loss + 4.0
+        values = {"a": four, "b": 4.0, "c": four.detach()}
+        self.log_dict(values, sync_dist=True, on_step=True, on_epoch=True)
+        if batch_idx % 2:
+            self.log("odd", float(batch_idx))
+        self.log("rows", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", batch[0].max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("sized", loss, batch_size=len(batch[0]), on_epoch=True)
+        return loss
+
+
+def _keys(strategy):
+    module = lit.seeded(_Keys)
+    trainer = lit.trainer(strategy, _world())
+    trainer.fit(module, DataLoader(lit.rows(36), batch_size=8))
+    return lit.outcome(module, trainer)
+
+
+def test_log_takes_all_its_arguments():
+    expected = run_ranks(1, _keys, None)[0]
+    results = run_ranks(2, _keys, {"num_microbatches": 3})
+    lit.assert_equal(results, expected)
+    assert {results[0]["metrics"][key] for key in ("a_epoch", "b_epoch", "c_step")} == {4.0}
+    assert results[1]["metrics"]["rows"] == 36
+
+
+class _Metrics(lit.Lit):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4)
+        self.both = MetricCollection({"f1": MulticlassF1Score(4), "acc": MulticlassAccuracy(4)})
+        self.count, self.mean, self.cat = SumMetric(), MeanMetric(), CatMetric()
+        self.by_hand = MulticlassAUROC(4, thresholds=None)
+        self.plain = {"sum": SumMetric()}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.both.update(logits, y)
+        self.count(torch.ones(len(y)))
+        self.log("count", self.count)
+        self.mean.update(loss, len(y))
+        self.cat.update(y)
+        self.by_hand.update(logits.softmax(-1), y)
+        self.plain["sum"].update(torch.ones(len(y)))
+        return loss
+
+    def on_validation_epoch_end(self):
+        self.log_dict(self.both.compute())
+        self.both.reset()
+        self.log("mean", self.mean.compute())
+        self.log("auroc", self.by_hand.compute())
+        self.log("last_class", self.cat.compute()[-1].float())
+        self.log("plain", self.plain["sum"].compute())
+        for metric in (self.mean, self.by_hand, self.cat, self.plain["sum"]):
+            metric.reset()
+
+
+class _Steps(pl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append((outputs.item(), pl_module.accuracy._forward_cache.item()))
+
+
+def _metrics(strategy):
+    module, steps = lit.seeded(_Metrics), _Steps()
+    trainer = lit.trainer(strategy, _world(), max_epochs=2, callbacks=[steps])
+    trainer.fit(
+        module, DataLoader(lit.rows(40), batch_size=8), DataLoader(lit.rows(36), batch_size=8)
+    )
+    return lit.outcome(module, trainer), steps.seen
+
+
+def test_metric_objects_count_every_sample_once():
+    expected, steps = run_ranks(1, _metrics, None)[0]
+    results = run_ranks(2, _metrics, {"num_microbatches": 3})
+    assert expected["metrics"]["count"] == 36
+    lit.assert_equal([result for result, _ in results], expected)
+    for _, seen in results:
+        assert seen == [pytest.approx(pair) for pair in steps]
+
+
+class _Attributes(lit.Lit):
+    def __init__(self):
+        super().__init__()
+        self.outputs, self.predictions, self.by_loader = [], [], {}
+        self.num_batches = self.num_rows = self.num_right = 0
+        self.names = []
+        self.last = None
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        self.outputs.append({"loss": loss, "logits": logits, "rows": len(y)})
+        self.predictions.extend(logits.argmax(-1).tolist())
+        self.by_loader.setdefault("only", []).append(loss.detach())
+        self.num_batches += 1
+        self.num_rows += len(y)
+        self.num_right += (logits.argmax(-1) == y).sum().item()
+        self.last = logits
+        return loss
+
+    def on_validation_epoch_end(self):
+        if self.trainer.sanity_checking:
+            self.__init__()
+            return
+        self.kept = {
+            "losses": [o["loss"].item() for o in self.outputs],
+            "rows": [o["rows"] for o in self.outputs],
+            "logits": torch.cat([o["logits"] for o in self.outputs]),
+            "predictions": list(self.predictions),
+            "by_loader": torch.stack(self.by_loader["only"]),
+            "numbers": (self.num_batches, self.num_rows, self.num_right),
+            "last": self.last,
+        }
+
+
+def _attributes(strategy):
+    module = lit.seeded(_Attributes)
+    loader = DataLoader(lit.rows(36), batch_size=8)
+    lit.trainer(strategy, _world()).validate(module, loader, verbose=False)
+    return module.kept
+
+
+def test_attributes_are_those_of_one_device_on_all_ranks():
+    expected = run_ranks(1, _attributes, None)[0]
+    for kept in run_ranks(2, _attributes, {"num_microbatches": 3}):
+        assert kept.keys() == expected.keys()
+        assert kept["losses"] == pytest.approx(expected["losses"])
+        assert kept["rows"] == expected["rows"]
+        assert kept["predictions"] == expected["predictions"]
+        assert kept["numbers"] == expected["numbers"]
+        for name in ("logits", "by_loader", "last"):
+            torch.testing.assert_close(kept[name], expected[name])
+
+
+class _Early(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class _GlueState(lit.Lit):
+    """Reads and writes an attribute in the glue before the first unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        x, y = batch
+        loss = F.cross_entropy(self.net(x * self.calls), y)
+        self.log("calls", float(self.calls))
+        return loss
+
+
+def _glue_state(strategy):
+    module = lit.seeded(_GlueState)
+    trainer = lit.trainer(strategy, _world())
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    return lit.outcome(module, trainer), module.calls
+
+
+def test_a_counter_in_the_glue_counts_steps():
+    expected, calls = run_ranks(1, _glue_state, None)[0]
+    assert calls == 5
+    for result, found in run_ranks(2, _glue_state, {"virtual_stages": 2, "num_microbatches": 4}):
+        assert found == calls
+        lit.assert_equal([result], expected)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -122,6 +122,12 @@ def is_foreign(value: Any) -> bool:
     )
 
 
+def taint(tensors: Iterable[Tensor]) -> None:
+    """Mark real tensors whose values cannot be trusted."""
+    for tensor in tensors:
+        GHOSTS.tainted[storage_key(tensor)] = tensor
+
+
 def as_fake(tensor: Tensor) -> Tensor:
     """Return a fake of the same shape, dtype, device and ``requires_grad``; fakes are returned as
     they are."""
@@ -204,5 +210,6 @@ __all__ = [
     "mutated_arguments",
     "quiet_fakes",
     "storage_key",
+    "taint",
     "without_modes",
 ]

@@ -84,9 +84,9 @@ def place_like(trace: Trace, homes: Mapping[str, Iterable[int]], *, num_stages: 
         choices = sorted(_homes_of(call.unit, homes, last=num_stages - 1))
         if not choices:
             raise CutError(
-                f"unit '{call.unit}' is called whole in this step, but the training step cut it into "
-                "pieces that live on several stages. Choose other split_points, or run this step on "
-                "one device."
+                f"unit '{call.unit}' is called whole in this step, but the training step cut it "
+                "into pieces on several stages. Choose other split_points, or run this step on one "
+                "device."
             )
         here = home[-1] if home else min(choices)
         stage = (

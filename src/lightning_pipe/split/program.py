@@ -23,6 +23,7 @@ from lightning_pipe.split._fake import (
     function_mode_off,
     is_fake,
     is_foreign,
+    taint,
 )
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
@@ -161,6 +162,8 @@ class _Glue(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
             raise run.explain(name, (args, kwargs), error) from error
+        if GHOSTS.tainted:
+            _spread_taint((args, kwargs), out)
         if isinstance(out, Tensor) or tensors(out):
             self._segment, self._count = segment, count + 1
             if key in run.received:
@@ -171,6 +174,12 @@ class _Glue(TorchFunctionMode):
             if key in run.wanted:
                 run.produced[key] = out
         return out
+
+
+def _spread_taint(inputs: Any, out: Any) -> None:
+    """What is made from a tensor that lost a write is as wrong as the tensor."""
+    if any(is_foreign(t) and not is_fake(t) for t in tensors(inputs)):
+        taint(t for t in tensors(out) if not is_fake(t))
 
 
 _HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})

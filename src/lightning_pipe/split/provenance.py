@@ -70,6 +70,8 @@ class OperatorLedger(TorchDispatchMode):
         self._inner: dict[int, int] = {}
         #: index of the unit call that is running, or None in the glue
         self.inside: int | None = None
+        #: whether it runs below a fake mode of its own
+        self.on_fakes = False
         self.flops = 0
         self.unit_reads: dict[int, set[str]] = {}
         self.glue_parameters: set[str] = set()
@@ -123,13 +125,16 @@ class OperatorLedger(TorchDispatchMode):
         self, func, types, args=(), kwargs=None
     ):
         kwargs = kwargs or {}
-        inputs = tensors((args, kwargs))
-        if self.inside is not None:
-            return self._inside_unit(func, args, kwargs, inputs)
-        return self._in_glue(func, args, kwargs, inputs)
+        if self.inside is None:
+            return self._in_glue(func, args, kwargs, tensors((args, kwargs)))
+        if self.on_fakes:  # seen above the fake mode already; this is what became of it below
+            return func(*args, **kwargs)
+        return self.inside_unit(func, args, kwargs)
 
-    def _inside_unit(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+    def inside_unit(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note what an operator inside a unit reads, makes and costs."""
         assert self.inside is not None
+        inputs = tensors((args, kwargs))
         names = {self._parameters[id(t)] for t in inputs if id(t) in self._parameters}
         if names:
             self.unit_reads.setdefault(self.inside, set()).update(names)

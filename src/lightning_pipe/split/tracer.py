@@ -65,21 +65,21 @@ class _Inside(TorchDispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
-        return self._ledger.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return self._ledger.inside_unit(func, args, kwargs or {})
 
 
 class _SavedBytes:
     """Counts the bytes that autograd keeps for the backward, parameters and doubles left out."""
 
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._seen: set[int] = set()
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        self._seen = {storage_key(t) for p in parameters for t in (p, as_fake(p))}
         self.total_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Count one saved tensor."""
         key = storage_key(tensor)
-        if id(tensor) not in self._parameters and key not in self._seen:
+        if key not in self._seen:
             self._seen.add(key)
             self.total_bytes += tensor.numel() * tensor.element_size()
         return tensor
@@ -229,7 +229,7 @@ class Tracer:
             if not in_checkpoint:
                 self._random.at(index, 1)
             before = _tensor_attributes(module)
-            saved = _SavedBytes({id(p) for p in module.parameters()})
+            saved = _SavedBytes(module)
             flops = self.operators.flops
             self._busy, self.operators.inside = True, index
             try:
@@ -278,6 +278,7 @@ class Tracer:
         args, kwargs = unflatten(fakes, structure)
         used = fakes
         try:
+            self.operators.on_fakes = True
             with GHOSTS, _Inside(self.operators):
                 out = original(*args, **kwargs)
         except Exception as error:
@@ -291,8 +292,10 @@ class Tracer:
             used = [_random_like(a) for a in arguments]
             versions = _versions(used)
             args, kwargs = unflatten(used, structure)
-            with _Inside(self.operators):
-                out = original(*args, **kwargs)
+            self.operators.on_fakes = False
+            out = original(*args, **kwargs)
+        finally:
+            self.operators.on_fakes = False
         originals = {
             id(u): a for u, a in zip(used, arguments, strict=True) if isinstance(u, Tensor)
         }

@@ -1,0 +1,293 @@
+"""What a trace sees, what it leaves behind (nothing), and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.split.parity import compare
+from tests.zoo.modules import MODELS, Case, Stack
+from torch import Tensor, nn
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.ownership import Ownership, parameters_of_stages
+from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.units import find_units
+
+
+def stack(num_blocks: int = 6) -> Stack:
+    return Stack([nn.Linear(16, 16) for _ in range(num_blocks)], lambda block, h: h + block(h))
+
+
+def trace(module: nn.Module, step: Any = None, num_stages: int = 2, **kwargs: Any) -> Any:
+    step = step or (lambda b: module(b["x"]).pow(2).mean())
+    return trace_step(module, step, {"x": torch.randn(4, 8)}, num_stages=num_stages, **kwargs)
+
+
+def test_units_are_the_blocks_and_what_stands_beside_them() -> None:
+    assert list(find_units(stack(), 2)) == ["first", *(f"blocks.{i}" for i in range(6)), "last"]
+
+
+def test_a_unit_that_is_too_big_is_opened() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    assert list(find_units(module, 2)) == ["0", "1.0", "1.1"]
+
+
+def test_a_module_with_two_names_is_one_unit() -> None:
+    module = stack(2)
+    module.again = module.blocks[0]
+    assert sum(unit is module.blocks[0] for unit in find_units(module, 2).values()) == 1
+
+
+def test_attention_is_never_opened() -> None:
+    module = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 8)})
+    assert "attention" in find_units(module, 4)
+
+
+def test_costs_of_a_call_are_counted() -> None:
+    call = trace(stack()).calls[1]
+    assert (call.unit, call.parameters, call.parameter_bytes) == ("blocks.0", 272, 1088)
+    assert call.flops == 2 * 4 * 16 * 16
+    assert call.activation_bytes == 4 * 16 * 4  # its input
+
+
+def test_residuals_in_the_glue_send_one_tensor() -> None:
+    seen = trace(stack(), num_stages=4)
+    cut = StepCut(seen, place(seen, (0, 2, 4, 6)))
+    assert [len(boundary) for boundary in cut.boundaries] == [1, 1, 1]
+    relayed = StepCut(seen, place(seen, (0, 2, 4, 6)), glue_values=False)
+    assert [len(boundary) for boundary in relayed.boundaries] == [2, 4, 6]
+
+
+def test_a_trace_leaves_nothing_behind() -> None:
+    class Messy(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(x.shape)
+            self.cache["last"] = x
+            self.running.mul_(0.5).add_(x.mean())
+            self.new_attribute = helper(x.shape[1])
+            return super().forward(x) + random.random() + np.random.rand() + torch.rand(())
+
+    @functools.lru_cache
+    def helper(width: int) -> Tensor:
+        return torch.ones(width)
+
+    module = Messy([nn.BatchNorm1d(16) for _ in range(3)], lambda block, h: block(h))
+    module.calls, module.seen, module.cache = 0, [], {}
+    module.register_buffer("running", torch.ones(()))
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    hooks = sum(len(m._forward_hooks) for m in module.modules())
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = torch.rand(2), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    batch = {"x": torch.ones(4, 8)}
+    seen = trace_step(module, lambda b: module(b["x"]).mean(), batch, num_stages=2)
+    assert torch.equal(torch.rand(2), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+    assert (module.calls, module.seen, module.cache) == (0, [], {})
+    assert "new_attribute" not in vars(module)
+    assert not any(k in vars(m) for m in module.modules() for k in ("forward", "_call_impl"))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in module.parameters())
+    assert sum(len(m._forward_hooks) for m in module.modules()) == hooks
+    assert torch.equal(helper(8) + 1, torch.full((8,), 2.0)), "a fake stayed in the cache"
+    assert {name for _, name in seen.changed_attributes} >= {"calls", "seen", "cache"}
+    assert "running" in seen.changed_buffers
+
+
+def test_a_value_that_is_read_in_the_tail_needs_no_real_trace() -> None:
+    module = stack()
+
+    def step(batch: Any) -> Tensor:
+        loss = module(batch["x"]).pow(2).mean()
+        if torch.isnan(loss) or loss.item() < 0:
+            raise ValueError("the loss is not finite")
+        return loss
+
+    assert trace(module, step).on_fakes
+
+
+def test_a_condition_on_a_block_is_traced_for_real_once() -> None:
+    module = MODELS["branch_that_is_not_taken"]().module
+    first = trace(module)
+    assert not first.on_fakes
+    cut = StepCut(first, place(first, (0, 4)))
+    Ownership(module, parameters_of_stages(module, cut)[0]).drop_foreign()
+    again = trace_step(
+        module, lambda b: module(b["x"]).mean(), {"x": torch.randn(3, 8)}, num_stages=2, like=first
+    )
+    assert again.on_fakes
+    assert [c.unit for c in again.calls] == [c.unit for c in first.calls]
+
+
+def test_a_gradient_inside_the_step_is_refused() -> None:
+    module = stack()
+
+    def step(batch: Any) -> Tensor:
+        x = batch["x"].requires_grad_()
+        (grad,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        return grad.pow(2).mean()
+
+    with pytest.raises(CutError, match="grad inside itself"):
+        trace(module, step)
+    assert trace(module, step, num_stages=1).calls == ()
+
+
+def test_the_users_own_error_comes_through() -> None:
+    with pytest.raises(KeyError, match="missing"):
+        trace(stack(), lambda b: b["missing"])
+
+
+def test_other_steps_lie_over_the_stages_of_training() -> None:
+    module = stack()
+    train = trace(module)
+    cut = StepCut(train, place(train, (0, 4)))
+    homes = {call.unit: {cut.stage_of_call[call.index]} for call in train.calls}
+
+    def twice(batch: Any) -> Tensor:
+        return module(module(batch["x"]).expand(-1, 8))
+
+    segments = place_like(trace(module, twice), homes, num_stages=2)
+    assert segments.home == (0, 1, 0, 1)
+    part = place_like(trace(module, lambda b: module.first(b["x"])), homes, num_stages=2)
+    assert part.home == (0, 1), "the tail is always on the last stage"
+
+
+def _masks(cuts: tuple[int, ...]) -> list[Tensor]:
+    """Train one micro-batch over the given cut and return everything random that the step made."""
+    torch.manual_seed(0)
+    module = Stack([nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(4)], _noisy)
+    batch = torch.randn(4, 8)
+    seen = trace_step(module, lambda b: module(b).sum(), batch, num_stages=4)
+    cut = StepCut(seen, place(seen, cuts))
+    values: tuple[Tensor, ...] = ()
+    torch.manual_seed(99)  # the global generator has no say
+    for stage in range(cut.num_stages):
+        out = StageProgram(cut, stage, module).run(
+            lambda: [random.random(), np.random.rand(), module(batch)], values, key=5
+        )
+        values = out if isinstance(out, tuple) else ()
+    assert isinstance(out, StepResult)
+    return [torch.tensor(out.value[:2]), out.value[2].detach()]
+
+
+def _noisy(block: nn.Module, h: Tensor) -> Tensor:
+    return block(F.dropout(h, 0.2)) + torch.randn_like(h) * torch.rand(()) + random.random()
+
+
+def test_randomness_does_not_depend_on_the_cut() -> None:
+    whole = _masks((0,))
+    for cuts in ((0, 3), (0, 1, 4), (0, 1, 2, 5)):
+        for got, expected in zip(_masks(cuts), whole, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_two_equal_layers_do_not_share_a_mask() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4)))
+    for layer in module:
+        nn.init.constant_(layer[0].weight, 0.0)
+        nn.init.constant_(layer[0].bias, 1.0)
+    outputs: list[Tensor] = []
+    for layer in module:
+        layer.register_forward_hook(lambda m, args, out: outputs.append(out))
+    seen = trace_step(module, lambda b: module(b).sum(), torch.randn(16, 8), num_stages=1)
+    outputs.clear()
+    StageProgram(StepCut(seen, place(seen, (0,))), 0, module).run(
+        lambda: module(torch.randn(16, 8)), (), key=1
+    )
+    assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+def test_a_lost_write_is_an_error_not_a_stale_number() -> None:
+    """Only at run time does the step write an earlier block's output into a tensor of the batch."""
+    module = stack(2)
+    sneak = [False]
+
+    def step(batch: Tensor) -> Tensor:
+        h = module.first(batch)
+        memory = torch.zeros(4, 16)
+        if sneak[0]:
+            memory.copy_(h)
+        return module.last(module.blocks[1](module.blocks[0](h))).mean() + memory.sum() * 2
+
+    batch = torch.randn(4, 8)
+    seen = trace_step(module, step, batch, num_stages=2)
+    cut = StepCut(seen, place(seen, (0, 3)))
+    values = StageProgram(cut, 0, module).run(lambda: step(batch), (), key=1)
+    sneak[0] = True
+    with pytest.raises(CutError, match="the step returns a tensor that another stage"):
+        StageProgram(cut, 1, module).run(lambda: step(batch), values, key=1)
+
+
+def test_another_order_of_calls_is_an_error() -> None:
+    module = stack(4)
+    skip = [False]
+
+    def step(batch: Tensor) -> Tensor:
+        h = module.first(batch)
+        for block in module.blocks[skip[0] :]:
+            h = block(h)
+        return module.last(h).mean()
+
+    batch = torch.randn(4, 8)
+    seen = trace_step(module, step, batch, num_stages=2)
+    skip[0] = True
+    with pytest.raises(CutError, match=r"'blocks\.1' was called where 'blocks\.0'"):
+        StageProgram(StepCut(seen, place(seen, (0, 3))), 0, module).run(
+            lambda: step(batch), (), key=1
+        )
+
+
+def test_parameters_objects_come_back_filled() -> None:
+    module = stack(2)
+    held = module.blocks[1].weight
+    value = held.detach().clone()
+    owner = Ownership(module, frozenset({"first.weight", "first.bias"}))
+    owner.drop_foreign()
+    assert module.blocks[1].weight.shape == (16, 16)
+    assert held.numel() == 0, "its memory is free"
+    with pytest.raises(CutError, match=r"has no data for it|another stage"):
+        _use_foreign(module)
+    owner.restore({"blocks.1.weight": value})
+    assert module.blocks[1].weight is held
+    assert torch.equal(held, value)
+
+
+def _use_foreign(module: Stack) -> None:
+    seen = trace(module)
+    cut = StepCut(seen, place(seen, (0, 2)))
+    first = StageProgram(cut, 0, module)
+    values = first.run(lambda: module(torch.ones(4, 8)).mean(), (), key=1)
+    StageProgram(cut, 1, module).run(lambda: module(torch.ones(4, 8)).mean(), values, key=1)
+
+
+@pytest.mark.parametrize("name", ["frozen_first", "frozen_middle", "frozen_last"])
+def test_no_gradient_is_asked_for_where_nothing_needs_it(name: str) -> None:
+    result = compare(MODELS[name], 3, lambda n: (0, 3, 6))
+    wanted = [any(spec.requires_grad for spec in b) for b in result.cut.boundaries]
+    assert (
+        wanted
+        == {
+            "frozen_first": [False, True],
+            "frozen_middle": [True, True],
+            "frozen_last": [True, True],
+        }[name]
+    )
+
+
+def test_tied_weights_are_on_both_stages_and_nothing_else_is() -> None:
+    case: Case = MODELS["tied_embedding"]()
+    seen = trace_step(case.module, case.loss, case.batch, num_stages=2)
+    held = parameters_of_stages(case.module, StepCut(seen, place(seen, (0, 3))))
+    assert held[0] & held[1] == {"embedding.weight"}
+    assert held[0] | held[1] == {n for n, _ in case.module.named_parameters()}
+    assert "position" in held[0]

@@ -29,6 +29,9 @@ def main() -> None:
     if sys.argv[1:2] == ["draw"]:
         try:
             draw(sys.argv[2:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (PipelineError, OSError) as error:
             sys.exit(f"lightning-pipe draw: {error}")
     else:

@@ -1,8 +1,8 @@
-"""The test of a pipeline is that it is invisible: training over stages equals training on one device.
+"""The test of a pipeline is that it is invisible: over stages as on one device.
 
-Every schedule, every shape of pipeline, seven architectures, 20 AdamW steps and a validation, in double
-precision to 1e-9 and in single precision to 1e-5. Batch normalisation sees micro-batches, so its one
-device is Lightning's own gradient accumulation over loader batches of the micro-batch's size.
+Every schedule, every shape of pipeline, seven architectures, 20 AdamW steps and a validation, in
+double precision to 1e-9 and in single precision to 1e-5. Batch normalisation sees micro-batches, so
+its one device is Lightning's own gradient accumulation over batches of the micro-batch's size.
 """
 
 from __future__ import annotations

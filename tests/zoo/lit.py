@@ -48,8 +48,8 @@ class Lit(pl.LightningModule):
         decay = [p for p in self.parameters() if p.dim() >= 2]
         rest = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        # the bias of an attention key has gradient zero but for rounding: a large eps keeps Adam from
-        # turning that noise into full steps
+        # the bias of an attention key has gradient zero but for rounding: a large eps keeps Adam
+        # from turning that noise into full steps
         optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-5)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -191,7 +192,7 @@ def tied_embedding() -> Case:
 
 @model
 def weight_as_argument() -> Case:
-    """The head multiplies with the embedding's weight in the glue; a shared table is an argument."""
+    """The head multiplies with the embedding's weight; a shared table is an argument."""
 
     class Language(nn.Module):
         def __init__(self) -> None:
@@ -220,7 +221,7 @@ def unet() -> Case:
             super().__init__()
             widths = (3, 8, 16, 32)
             self.down = nn.ModuleList(
-                [nn.Conv2d(a, b, 3, 2, 1) for a, b in zip(widths, widths[1:], strict=False)]
+                [nn.Conv2d(a, b, 3, 2, 1) for a, b in itertools.pairwise(widths)]
             )
             self.middle = nn.Conv2d(32, 32, 3, 1, 1)
             self.up = nn.ModuleList(

@@ -45,10 +45,8 @@ def test_the_file_is_complete_and_loads_in_one_process(tmp_path, strategy):
             two["optimizer_states"], one["optimizer_states"], rtol=1e-9, atol=1e-9
         )
     loaded = lit.LitTied.load_from_checkpoint(tmp_path / "two" / "end.ckpt", map_location="cpu")
-    tokens = lit.tokens().tensors[0]
-    live = lit.LitTied(depth=3).double()
-    live.load_state_dict(results[0]["weights"])
-    torch.testing.assert_close(loaded.double().net(tokens), live.net(tokens))
+    for name, value in results[0]["weights"].items():
+        assert torch.equal(loaded.state_dict()[name], value.float())
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["after.ckpt", "end.ckpt"]
 
 

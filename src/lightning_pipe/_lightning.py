@@ -83,8 +83,9 @@ def _disconnect() -> None:
 
 def set_rank_zero(global_rank: int) -> None:
     """Tells `rank_zero_only` and its like which process this is."""
-    rank_zero.rank_zero_only.rank = global_rank
-    lightning_rank_zero.rank_zero_only.rank = global_rank
+    for helpers in (rank_zero, lightning_rank_zero):
+        helper: Any = vars(helpers)["rank_zero_only"]
+        helper.rank = global_rank
 
 
 def has_step(module: LightningModule, name: str) -> bool:

@@ -43,6 +43,7 @@ from lightning_pipe.split.rng import mix
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
+from lightning_pipe.tail.attributes import Attributes
 
 Context = Callable[[str], AbstractContextManager[Any]]
 
@@ -185,15 +186,23 @@ class Pipeline:
 
     def _trace(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Trace:
         step = getattr(self.module, name)
-        with torch.set_grad_enabled(training), self._context(name):
-            return trace_step(
-                self.module,
-                lambda batch: step(batch, *rest),
-                piece,
-                num_stages=self.layout.num_stages,
-                device_type=self.device.type,
-                like=None if self._home is None else self._home.cut.trace,
-            )
+        nested = Attributes(self.module)
+        nested.freeze()
+        try:
+            with torch.set_grad_enabled(training), self._context(name):
+                return self._trace_step(step, piece, rest)
+        finally:
+            nested.undo()  # lists inside of dicts, too, lose the fakes of the trace
+
+    def _trace_step(self, step: Callable[..., Any], piece: Any, rest: tuple[Any, ...]) -> Trace:
+        return trace_step(
+            self.module,
+            lambda batch: step(batch, *rest),
+            piece,
+            num_stages=self.layout.num_stages,
+            device_type=self.device.type,
+            like=None if self._home is None else self._home.cut.trace,
+        )
 
     def _agree(self, trace: Trace) -> None:
         """Refuses to start if the ranks did not see the same step."""

@@ -15,6 +15,7 @@ from lightning_pipe.split.microbatch import merge_values
 from lightning_pipe.split.patching import attributes as patched
 from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.tail.attributes import Attributes, Change
+from lightning_pipe.tail.kinds import Kinds
 from lightning_pipe.tail.logs import LogCall, LogTape, MetricReference
 from lightning_pipe.tail.metrics import MetricState, MetricTape
 
@@ -45,7 +46,8 @@ class Tail:
         self._outputs: list[Any] = []
         self._metrics = MetricTape(root)
         self._logs = LogTape(self._metrics.index_of)
-        self._attributes = Attributes(root)
+        self._kinds = Kinds(type(root))
+        self._attributes = Attributes(root, kinds=self._kinds)
 
     def start(self, changed: Iterable[tuple[str, str]]) -> None:
         """Begins a step.
@@ -56,7 +58,7 @@ class Tail:
         self._outputs = []
         self._metrics.start()
         self._logs.start()
-        self._attributes = Attributes(self._root, changed)
+        self._attributes = Attributes(self._root, changed, self._kinds)
         self._attributes.freeze()
 
     def find_metrics(self) -> None:

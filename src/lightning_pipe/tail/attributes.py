@@ -7,9 +7,6 @@ would have made: a list grows by one loss, not by M of them.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe._lightning import MODULE_SPACE
-from lightning_pipe.split.microbatch import merge_values, weighted_mean
+from lightning_pipe.split.microbatch import merge_numbers, merge_values, weighted_mean
+from lightning_pipe.tail.kinds import Kind, Kinds
 
 _PATCHES = frozenset({"log", "forward", "_call_impl", "update", "compute"})
 _LISTS = (list, deque)
@@ -181,12 +179,18 @@ class Attributes:
     Args:
         root: The user's module; all its own attributes are watched.
         others: (module name, attribute) of those of its submodules to watch too.
+        kinds: How its source adds to its attributes; read from the source if None.
     """
 
-    def __init__(self, root: nn.Module, others: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        others: Iterable[tuple[str, str]] = (),
+        kinds: Kinds | None = None,
+    ) -> None:
         self._root = root
         self._others = sorted(pair for pair in others if pair[0])
-        self._counters = find_counters(type(root))
+        self._kinds = kinds or Kinds(type(root))
         self._frozen: dict[tuple[str, str], Frozen] = {}
         self._changes: list[dict[tuple[str, str], Change]] = []
 
@@ -221,8 +225,7 @@ class Attributes:
             present = [(c[key], n) for c, n in zip(self._changes, rows, strict=True) if key in c]
             changes, sizes = [c for c, _ in present], [n for _, n in present]
             frozen = self._frozen.get(key)
-            is_counter = not key[0] and key[1] in self._counters
-            merged[key] = merge_changes(changes, sizes, frozen, is_counter=is_counter)
+            merged[key] = merge_changes(changes, sizes, frozen, self._kinds.of(key[1]))
         return merged
 
     def apply(self, changes: Mapping[tuple[str, str], Change]) -> None:
@@ -255,11 +258,7 @@ def is_plain(value: Any) -> bool:
 
 
 def merge_changes(
-    changes: Sequence[Change],
-    rows: Sequence[int],
-    frozen: Frozen | None,
-    *,
-    is_counter: bool = False,
+    changes: Sequence[Change], rows: Sequence[int], frozen: Frozen | None, kind: Kind
 ) -> Change:
     """Merges what the micro-batches changed in one place.
 
@@ -267,7 +266,7 @@ def merge_changes(
         changes: One per micro-batch that changed it.
         rows: The rows of those.
         frozen: The value before, if there was one.
-        is_counter: The source says that a constant is added per step.
+        kind: What the source says about how it changes.
     """
     if all(isinstance(change, Grown) for change in changes):
         return Grown(_merge_items([c.items for c in changes if isinstance(c, Grown)], rows))
@@ -277,13 +276,15 @@ def merge_changes(
         for key in dict.fromkeys(key for table in tables for key in table):
             present = [(t[key], n) for t, n in zip(tables, rows, strict=True) if key in t]
             child = frozen.children.get(key) if frozen is not None else None
-            merged[key] = merge_changes([c for c, _ in present], [n for _, n in present], child)
+            merged[key] = merge_changes(
+                [c for c, _ in present], [n for _, n in present], child, kind
+            )
         return Items(merged)
     values = [change.value for change in changes if isinstance(change, Put)]
     if len(values) < len(changes):
         return changes[-1]
     before = None if frozen is None else frozen.before()
-    return Put(_merge_puts(values, rows, before, is_counter=is_counter))
+    return Put(_merge_puts(values, rows, before, kind))
 
 
 def apply_change(value: Any, change: Change) -> Any:
@@ -304,26 +305,6 @@ def apply_change(value: Any, change: Change) -> Any:
     return value
 
 
-def find_counters(cls: type) -> frozenset[str]:
-    """Names of the attributes that the source of a class counts up by a constant: ``self.x += 1``."""
-    found: set[str] = set()
-    for part in cls.__mro__:
-        if part.__module__.split(".")[0] in ("torch", "lightning", "builtins"):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.AugAssign)
-                and isinstance(node.target, ast.Attribute)
-                and isinstance(node.value, ast.Constant)
-            ):
-                found.add(node.target.attr)
-    return frozenset(found)
-
-
 def _merge_items(items: Sequence[tuple[Any, ...]], rows: Sequence[int]) -> tuple[Any, ...]:
     """Merges what was appended: item by item, unless each row brought one."""
     lengths = [len(part) for part in items]
@@ -333,29 +314,34 @@ def _merge_items(items: Sequence[tuple[Any, ...]], rows: Sequence[int]) -> tuple
     return tuple(merge_values(column, rows) for column in zip(*items, strict=True))
 
 
-def _merge_puts(
-    values: Sequence[Any], rows: Sequence[int], before: Any, *, is_counter: bool
-) -> Any:
+def _merge_puts(values: Sequence[Any], rows: Sequence[int], before: Any, kind: Kind) -> Any:
     first = values[0]
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-    if numbers and isinstance(before, (int, float)) and not isinstance(before, bool):
-        if is_counter:
+    if all(_is_number(value) for value in (*values, before)):
+        if kind is Kind.COUNT:
             return first
-        if all(isinstance(value, int) for value in values):
-            steps = [value - before for value in values]
-            same = len(set(values)) == 1 and steps != list(rows)
-            return first if same else before + sum(steps)
+        steps = [value - before for value in values]
+        whole = all(isinstance(value, int) for value in (*values, before))
+        if kind is Kind.SUM or (whole and kind is Kind.MEAN):
+            return before + sum(steps)
+        if whole and kind is Kind.UNKNOWN:
+            return before + merge_numbers(steps, rows)
         return merge_values(values, rows)
     if all(isinstance(value, Tensor) for value in values):
         same_shape = isinstance(before, Tensor) and all(v.shape == before.shape for v in values)
         if not same_shape:
             return merge_values(values, rows)
-        if first.is_floating_point():
+        if kind is Kind.COUNT:
+            return first
+        if first.is_floating_point() and kind is not Kind.SUM:
             return weighted_mean(values, rows)
-        return before + sum(value - before for value in values) if not is_counter else first
+        return before + sum(value - before for value in values)
     merged = merge_values(values, rows)
     plain_list = isinstance(merged, list) and not isinstance(first, list)
     return values[-1] if plain_list else merged
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _detached(value: Any) -> Any:

@@ -320,7 +320,9 @@ class PipelineStrategy(ParallelStrategy):
         if fitting:
             seam.optimizers_to_device(self.optimizers, self.root_device)
             self._undo_clip = seam.replace_clip(
-                self.precision_plugin, clip_by_norm_over_stages(ranks, self._counts)
+                self.precision_plugin,
+                clip_by_norm_over_stages(ranks, self._counts),
+                self._get_pipeline().foreign_gradients,
             )
 
     @property

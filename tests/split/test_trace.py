@@ -254,7 +254,8 @@ def test_parameters_objects_come_back_filled() -> None:
     owner = Ownership(module, frozenset({"first.weight", "first.bias"}))
     owner.drop_foreign()
     assert module.blocks[1].weight.shape == (16, 16)
-    assert held.numel() == 0, "its memory is free"
+    with pytest.raises(CutError, match="numel"):
+        held.numel()
     with pytest.raises(CutError, match=r"has no data for it|another stage"):
         _use_foreign(module)
     owner.restore({"blocks.1.weight": value})
@@ -291,3 +292,29 @@ def test_tied_weights_are_on_both_stages_and_nothing_else_is() -> None:
     assert held[0] & held[1] == {"embedding.weight"}
     assert held[0] | held[1] == {n for n, _ in case.module.named_parameters()}
     assert "position" in held[0]
+
+
+def test_a_parameter_kept_elsewhere_cannot_be_read_while_it_is_away() -> None:
+    module = stack(2)
+    kept = list(module.parameters())
+    values = {n: p.detach().clone() for n, p in module.named_parameters()}
+    owner = Ownership(module, frozenset({"first.weight"}))
+    owner.drop_foreign()
+    with pytest.raises(CutError, match="lives on another rank"):
+        sum(p.pow(2).sum() for p in kept)
+    owner.restore(values)
+    assert all(a is b for a, b in zip(kept, module.parameters(), strict=True))
+    assert torch.isfinite(sum(p.pow(2).sum() for p in kept))
+
+
+def test_weights_of_other_ranks_cannot_be_used_in_hooks() -> None:
+    module = stack(2)
+    average = torch.zeros(16, 16)
+    Ownership(module, frozenset({"first.weight"})).drop_foreign()
+    foreign = module.blocks[0].weight
+    with pytest.raises(CutError, match="lives on another rank"):
+        average.mul_(0.9).add_(foreign, alpha=0.1)
+    with pytest.raises(CutError, match="lives on another rank"):
+        foreign.norm().item()
+    assert torch.equal(foreign, foreign)
+    assert not torch.equal(foreign, module.blocks[1].weight)

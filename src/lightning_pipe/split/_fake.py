@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,6 +29,8 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lightning_pipe.errors import CutError
 
 #: What a fake raises when somebody asks for its value.
 VALUE_NEEDED = (
@@ -77,6 +79,8 @@ class GhostMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         #: storage key -> a tensor of it, kept so that the key stays valid
         self.tainted: dict[int, Tensor] = {}
+        #: steps that are running; outside of them nobody watches what becomes of a fake
+        self.steps = 0
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
@@ -91,11 +95,38 @@ class GhostMode(FakeTensorMode):
         ):
             for tensor in mutated_arguments(func, args, kwargs):
                 if not isinstance(tensor, FakeTensor):
+                    if not self.steps:
+                        raise CutError(_OUTSIDE.format(func))
                     self.tainted[storage_key(tensor)] = tensor
         if any(_is_hidden_graph(leaf) for leaf in leaves):
             # fakeification refuses a real tensor that has a history; its values do not matter here
             args, kwargs = pytree.tree_map(_fake_without_history, (args, kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if self.steps:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.equal.default:  # "is this parameter in that group?"
+            return args[0] is args[1]
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except VALUE_NEEDED as error:
+            raise CutError(_OUTSIDE.format(func)) from error
+
+
+#: what is said when a weight of another rank is used where no step watches
+_OUTSIDE = (
+    "{} needs the value of a weight that lives on another rank of the pipeline. Outside of a step, "
+    "as in a hook or a callback, a rank can only compute with the weights of its own stages: do this "
+    "in the step, after the run, or on one device."
+)
+
+
+@contextmanager
+def inside_step() -> Iterator[None]:
+    """A step runs or is traced: lost writes are recorded and judged by who reads them."""
+    GHOSTS.steps += 1
+    try:
+        yield
+    finally:
+        GHOSTS.steps -= 1
 
 
 def _fake_without_history(value: Any) -> Any:
@@ -106,6 +137,19 @@ def _fake_without_history(value: Any) -> Any:
 
 
 GHOSTS = GhostMode()
+
+
+class ForeignParameter(nn.Parameter):
+    """What an emptied parameter becomes: who kept it elsewhere gets an error, not nothing."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        cls, func, types, args=(), kwargs=None
+    ):
+        raise CutError(_OUTSIDE.format(getattr(func, "__name__", func)))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "a parameter that lives on another rank of the pipeline"
 
 
 def is_fake(value: Any) -> bool:
@@ -198,6 +242,7 @@ __all__ = [
     "GHOSTS",
     "VALUE_NEEDED",
     "FakeTensor",
+    "ForeignParameter",
     "GhostMode",
     "TorchDispatchMode",
     "TorchFunctionMode",
@@ -205,6 +250,7 @@ __all__ = [
     "clear_memoised",
     "empty_fake",
     "function_mode_off",
+    "inside_step",
     "is_fake",
     "is_foreign",
     "mutated_arguments",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.split._fake import as_fake, empty_fake
+from lightning_pipe.split._fake import ForeignParameter, as_fake, empty_fake
 from lightning_pipe.split.cut import StepCut
 
 
@@ -58,6 +58,7 @@ class Ownership:
         self.foreign = tuple(n for n in self.names if n not in keep)
         self._originals: dict[str, nn.Parameter] = {}
         self._fakes: dict[str, nn.Parameter] = {}
+        self._classes: dict[str, type[nn.Parameter]] = {}
 
     @property
     def dropped(self) -> bool:
@@ -67,14 +68,15 @@ class Ownership:
     def drop_foreign(self, device: torch.device | None = None) -> None:
         """Replace every foreign parameter by a fake on ``device`` and free its memory.
 
-        The parameter objects are kept, emptied: whoever holds one finds it filled again after
-        :meth:`restore`.
+        The parameter objects are kept, emptied: whoever holds one elsewhere gets an error when they
+        use it, and finds it filled again after :meth:`restore`.
         """
         for name in self.foreign:
             if name in self._originals:
                 continue
             original = self.root.get_parameter(name)
             data = original.detach()
+            kind = type(original)
             fake = as_fake(data)
             if device is not None and fake.device != device:
                 fake = empty_fake(tuple(data.shape), tuple(data.stride()), data.dtype, device)
@@ -82,6 +84,8 @@ class Ownership:
             self._fakes[name] = nn.Parameter(fake, requires_grad=original.requires_grad)
             original.grad = None
             original.data = torch.empty(0, dtype=data.dtype)
+            original.__class__ = ForeignParameter
+            self._classes[name] = kind
             self._put(name, self._fakes[name])
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
@@ -92,6 +96,7 @@ class Ownership:
         for name in [n for n in self._originals if n in values]:
             original = self._originals.pop(name)
             fake = self._fakes.pop(name)
+            original.__class__ = self._classes.pop(name)
             original.data = values[name]
             original.requires_grad_(fake.requires_grad)
             self._put(name, original)

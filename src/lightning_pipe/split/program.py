@@ -21,6 +21,7 @@ from lightning_pipe.split._fake import (
     VALUE_NEEDED,
     TorchFunctionMode,
     function_mode_off,
+    inside_step,
     is_fake,
     is_foreign,
     taint,
@@ -114,7 +115,7 @@ class StageProgram:
         glue = None if self.is_last else AttributeKeeper(self._root, self._glue_attributes)
         GHOSTS.tainted.clear()
         try:
-            with preserved(self._device_type):
+            with preserved(self._device_type), inside_step():
                 return run.execute(step)
         finally:
             GHOSTS.tainted.clear()

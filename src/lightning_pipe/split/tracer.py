@@ -23,6 +23,7 @@ from lightning_pipe.split._fake import (
     GHOSTS,
     TorchDispatchMode,
     as_fake,
+    inside_step,
     is_fake,
     storage_key,
     without_modes,
@@ -138,6 +139,7 @@ class Tracer:
         units = [(m, self._wrapper(name, m)) for name, m in self._units.items()]
         try:
             with ExitStack() as stack:
+                stack.enter_context(inside_step())
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 stack.enter_context(self.operators)

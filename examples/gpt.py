@@ -63,7 +63,7 @@ class GPT(LightningModule):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # smaller where a residual stream receives it, as in GPT-2
                 residual = name.endswith(("out.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+                nn.init.normal_(parameter, std=0.06 / math.sqrt(2 * layers) if residual else 0.06)
         self.head.weight = self.embedding.weight  # tied
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, BYTES)

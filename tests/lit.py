@@ -1,6 +1,8 @@
-"""LightningModules for tests of the strategy, and one function that trains them on any number of ranks.
+"""LightningModules for tests of the strategy, and one function that trains them on any number of
+ranks.
 
-`fit` runs inside of worker processes: on one rank with Lightning's own strategy it makes the reference.
+`fit` runs inside of worker processes: on one rank with Lightning's own strategy it makes the
+reference.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ class LitTied(Lit):
 
 
 def run_ranks(num_ranks: int, fn: Any, *args: Any) -> list[Any]:
-    """As `helpers.run_ranks`, with the time that a first import of Lightning takes on a busy machine."""
+    """As `helpers.run_ranks`, with the time that a first import of Lightning takes on a busy
+    machine."""
     return helpers.run_ranks(num_ranks, fn, *args, timeout=160)
 
 
@@ -124,7 +127,8 @@ MODELS = {"mlp": (Lit, rows), "tied": (LitTied, tokens)}
 
 
 def trainer(strategy: dict[str, Any] | None, devices: int, **arguments: Any) -> pl.Trainer:
-    """A quiet fp64 Trainer on the CPU; `strategy` are arguments of `PipelineStrategy`, None is Lightning's."""
+    """A quiet fp64 Trainer on the CPU; `strategy` are arguments of `PipelineStrategy`, None is
+    Lightning's."""
     warnings.simplefilter("ignore")
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

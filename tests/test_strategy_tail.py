@@ -1,4 +1,5 @@
-"""What the tail of a step leaves behind is the same on every rank, and what one device would have left."""
+"""What the tail of a step leaves behind is the same on every rank, and what one device would have
+left."""
 
 from __future__ import annotations
 

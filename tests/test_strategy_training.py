@@ -1,4 +1,5 @@
-"""Gradients, clipping, accumulation and optimizers over stages: the numbers are those of one device."""
+"""Gradients, clipping, accumulation and optimizers over stages: the numbers are those of one
+device."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ def first_training_batch(trainer: Trainer) -> tuple[bool, Any]:
 
 
 def restore_loaders(trainer: Trainer) -> None:
-    """Gives stateful loaders their states from the checkpoint; `fit`'s data is set up before it is read."""
+    """Gives stateful loaders their states from the checkpoint; `fit`'s data is set up before it is
+    read."""
     loop = trainer.fit_loop
     if not getattr(loop, "_combined_loader_states_to_load", None) or loop._combined_loader is None:
         return
@@ -223,9 +224,9 @@ def replace_clip(
     Args:
         precision: The plug-in whose methods are replaced.
         clip: Clips the gradients of an optimizer by their norm over all ranks.
-        foreign: While it is entered, weights of other ranks have gradients without data: a norm that a
-            hook takes by hand then is an error and not that of one stage. Lightning's own clipping
-            leaves it.
+        foreign: While it is entered, weights of other ranks have gradients without data: a norm
+            that a hook takes by hand then is an error and not that of one stage. Lightning's own
+            clipping leaves it.
     """
     after_closure, clip_gradients = precision._after_closure, precision.clip_gradients
     shown: list[ExitStack] = []

@@ -33,8 +33,8 @@ class _Read:
 class SharedLoader:
     """Stands for a loader on every rank of a pipeline; only one rank iterates it.
 
-    Everything but the iteration is the loader's own: attributes are read and set there, and `isinstance`
-    sees its class.
+    Everything but the iteration is the loader's own: attributes are read and set there, and
+    `isinstance` sees its class.
 
     Args:
         loader: The user's loader, on this rank.
@@ -75,7 +75,8 @@ class SharedLoader:
 
 
 class _SharedIterator(Iterator[Any]):
-    """One pass over a `SharedLoader`. Making it, `next` and `peek` are done by all ranks together."""
+    """One pass over a `SharedLoader`. Making it, `next` and `peek` are done by all ranks
+    together."""
 
     def __init__(self, loader: Iterable[Any], ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks

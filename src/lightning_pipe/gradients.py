@@ -1,9 +1,10 @@
 """Gradients of a step that has already run backward, handed over when Lightning calls `backward`.
 
 Lightning's closure is step, then zero_grad, then backward with the loss divided by the number of
-accumulated batches (loops/optimization/automatic.py). A schedule runs its backwards inside the step, so
-its gradients are set aside, and the returned loss is a leaf of a graph whose backward adds them, times
-the gradient that reaches the loss: scaling, accumulation and a user's own `backward` work unchanged.
+accumulated batches (loops/optimization/automatic.py). A schedule runs its backwards inside the
+step, so its gradients are set aside, and the returned loss is a leaf of a graph whose backward adds
+them, times the gradient that reaches the loss: scaling, accumulation and a user's own `backward`
+work unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the user asked for: how many stages, micro-batches, which schedule, how to balance. Checked at once."""
+"""What the user asked for: how many stages, micro-batches, which schedule, how to balance. Checked
+at once."""
 
 from __future__ import annotations
 
@@ -49,18 +50,22 @@ class Layout:
                 raise ConfigError(f"{shown}={value!r}: give a whole number, 1 at least")
         if isinstance(self.balance, str) and self.balance not in BALANCES:
             raise ConfigError(
-                f"balance={self.balance!r}: give one of {', '.join(BALANCES)}, or a list with the number "
+                f"balance={self.balance!r}: give one of {', '.join(BALANCES)}, or a list "
+                "with the number "
                 f"of unit calls of each of the {self.num_stages} stages"
             )
         if not isinstance(self.balance, str) and len(self.balance) != self.num_stages:
             raise ConfigError(
-                f"balance={list(self.balance)}: {len(self.balance)} counts for {self.num_stages} stages "
+                f"balance={list(self.balance)}: {len(self.balance)} counts for "
+                f"{self.num_stages} stages "
                 f"({self.num_ranks} ranks x {self.virtual_stages}); give one count per stage"
             )
         if self.split_points is not None and len(self.split_points) != self.num_stages - 1:
             raise ConfigError(
-                f"split_points: {len(self.split_points)} names make {len(self.split_points) + 1} stages, "
-                f"but there are {self.num_stages} ({self.num_ranks} ranks x {self.virtual_stages}); give "
+                f"split_points: {len(self.split_points)} names make "
+                f"{len(self.split_points) + 1} stages, "
+                f"but there are {self.num_stages} ({self.num_ranks} ranks x "
+                f"{self.virtual_stages}); give "
                 f"{self.num_stages - 1} names"
             )
         self._check_schedule()
@@ -150,7 +155,8 @@ def unit_costs(trace: Trace, balance: str) -> list[float]:
         return list(weights)
     if not any(flops):
         return list(weights)
-    # A unit that only moves data has no FLOPs but takes time and memory: its weights stand for that.
+    # A unit that only moves data has no FLOPs but takes time and memory: its weights stand for
+    # that.
     return [0.9 * f + 0.1 * w for f, w in zip(flops, weights, strict=True)]
 
 

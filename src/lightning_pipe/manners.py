@@ -51,13 +51,16 @@ def refuse_training(module: LightningModule) -> None:
     """
     if not module.automatic_optimization:
         raise ConfigError(
-            f"{type(module).__name__} sets automatic_optimization=False: a pipeline runs forward and "
-            "backward of a step by its schedule, so the step cannot call manual_backward itself. Use "
+            f"{type(module).__name__} sets automatic_optimization=False: a pipeline runs "
+            "forward and "
+            "backward of a step by its schedule, so the step cannot call "
+            "manual_backward itself. Use "
             "automatic optimization, or train on one device"
         )
     if seam.takes_dataloader_iter(module, "training_step"):
         raise ConfigError(
-            f"{type(module).__name__}.training_step(dataloader_iter) reads its batches itself, but all "
+            f"{type(module).__name__}.training_step(dataloader_iter) reads its batches "
+            "itself, but all "
             "stages must be given the same one. Use training_step(batch, batch_idx)"
         )
 
@@ -76,8 +79,10 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
-                "LBFGS needs products over all parameters, which are on different ranks, within its "
-                "step. Use an optimizer that treats parameters one by one, such as AdamW, or train on "
+                "LBFGS needs products over all parameters, which are on different "
+                "ranks, within its "
+                "step. Use an optimizer that treats parameters one by one, such as "
+                "AdamW, or train on "
                 "one device"
             )
 

@@ -93,7 +93,8 @@ def gather_parameters(
 def whole(
     module: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Puts values in the place of fakes and stale buffers for a while, so `state_dict()` is complete."""
+    """Puts values in the place of fakes and stale buffers for a while, so `state_dict()` is
+    complete."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     names = parameter_names(module)
     try:

@@ -1,7 +1,7 @@
 """Runs the steps of a LightningModule over the stages of a pipeline: trace, cut, run, carry back.
 
-One `Pipeline` lives from `setup` to `teardown`. It knows the module, this rank and the layout; loops, hooks
-and checkpoints are the strategy's.
+One `Pipeline` lives from `setup` to `teardown`. It knows the module, this rank and the layout;
+loops, hooks and checkpoints are the strategy's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ Context = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class CutStep:
-    """A step of one batch structure, cut: stages (or, in evaluation, segments) and where they are."""
+    """A step of one batch structure, cut: stages (or, in evaluation, segments) and where they
+    are."""
 
     cut: StepCut
     placement: tuple[int, ...]
@@ -212,8 +213,10 @@ class Pipeline:
         if len(set(digests)) > 1:
             differs = next(i for i, other in enumerate(digests) if other != digests[0])
             raise CutError(
-                f"the step is not the same on all ranks: ranks 0 and {differs} of {len(digests)} traced "
-                "different calls or shapes. Build the same model on every rank: nothing in it may depend "
+                f"the step is not the same on all ranks: ranks 0 and {differs} of "
+                f"{len(digests)} traced "
+                "different calls or shapes. Build the same model on every rank: nothing "
+                "in it may depend "
                 "on the rank or on an unseeded random choice"
             )
 
@@ -233,7 +236,8 @@ class Pipeline:
     def _cut_for(
         self, state: tuple[Any, ...], piece: Any, rest: tuple[Any, ...], *, training: bool
     ) -> CutStep:
-        """The cut of a step for one batch structure; a new structure costs one trace on each rank."""
+        """The cut of a step for one batch structure; a new structure costs one trace on each
+        rank."""
         key = (*state, signature(piece))
         if key not in self._cuts:
             trace = self._trace(state[0], piece, rest, training=training)
@@ -262,7 +266,8 @@ class Pipeline:
         return StepCut(trace, stages, num_stages=self.layout.num_stages), ranks
 
     def _state_key(self, name: str, *, training: bool) -> tuple[Any, ...]:
-        """What a trace depends on besides its batch: modules in train or eval mode, frozen weights."""
+        """What a trace depends on besides its batch: modules in train or eval mode, frozen
+        weights."""
         modes = tuple(module.training for module in self.module.modules())
         flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
         return name, training, hash(modes), hash(flags)
@@ -348,7 +353,8 @@ class Pipeline:
 
     @contextmanager
     def foreign_gradients(self) -> Iterator[None]:
-        """Gives the weights of other ranks gradients without data, as long as hooks look at them."""
+        """Gives the weights of other ranks gradients without data, as long as hooks look at
+        them."""
         foreign = [
             parameter
             for parameter in self.module.parameters()
@@ -434,12 +440,14 @@ class _Step:
         loss = value.get("loss") if isinstance(value, Mapping) else value
         if loss is None and value is None:
             raise RuntimeError(
-                "Skipping the `training_step` by returning None is not supported over micro-batches: "
+                "Skipping the `training_step` by returning None is not supported over "
+                "micro-batches: "
                 "the other stages have computed for it. Return a loss times zero instead."
             )
         if not isinstance(loss, Tensor):
             raise TypeError(
-                "In automatic optimization, `training_step` must return a Tensor or a dict with the key "
+                "In automatic optimization, `training_step` must return a Tensor or a "
+                "dict with the key "
                 f"'loss'; it returned {type(value).__name__}."
             )
         weight = self.pieces.weights[microbatch]

@@ -109,19 +109,20 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint_io: How checkpoint files are written and read.
         precision_plugin: Set by the Trainer from its ``precision``.
         pipeline_parallel_size: Number of ranks that share a model. "auto" takes all devices.
-        num_microbatches: Pieces that a batch is split into. "auto" takes 4 per rank, or as many as the
-            batch has rows.
-        schedule: "auto", "gpipe", "1f1b", "interleaved_1f1b", "naive", ... or the path of a CSV file.
+        num_microbatches: Pieces that a batch is split into. "auto" takes 4 per rank, or as many as
+            the batch has rows.
+        schedule: "auto", "gpipe", "1f1b", "interleaved_1f1b", "naive", ... or the path of a CSV
+            file.
         virtual_stages: Chunks of the model on each rank.
-        balance: What makes stages equal: "auto", "flops", "parameters", "uniform", or the number of units
-            of each stage.
+        balance: What makes stages equal: "auto", "flops", "parameters", "uniform", or the number of
+            units of each stage.
         split_points: Names of modules after which to cut, instead of a balance.
-        restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero", "none", or
-            "auto": all if the host has the memory.
+        restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
+            "none", or "auto": all if the host has the memory.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
-        start_method: How processes are started: "popen" runs the script again, "spawn" and "fork" as in
-            ``multiprocessing``.
+        start_method: How processes are started: "popen" runs the script again, "spawn" and "fork"
+            as in ``multiprocessing``.
 
     Raises:
         ConfigError: An argument is not legal, or not with this number of devices.
@@ -252,7 +253,8 @@ class PipelineStrategy(ParallelStrategy):
         layout = Layout(num_ranks, **self._arguments)
         if num_ranks != world_size:
             raise ConfigError(
-                f"pipeline_parallel_size={num_ranks} on {world_size} devices: one copy of the pipeline "
+                f"pipeline_parallel_size={num_ranks} on {world_size} devices: one copy "
+                "of the pipeline "
                 f"needs {num_ranks}, and several copies are not supported yet; give "
                 f"devices={num_ranks}, or leave pipeline_parallel_size at 'auto'"
             )
@@ -327,7 +329,8 @@ class PipelineStrategy(ParallelStrategy):
 
     @property
     def _passes_through(self) -> bool:
-        """Whether there is nothing to pipeline: one rank, one stage, and nobody asked for micro-batches."""
+        """Whether there is nothing to pipeline: one rank, one stage, and nobody asked for micro-
+        batches."""
         layout = self._get_layout()
         return layout.num_stages == 1 and layout.num_microbatches is None
 
@@ -347,7 +350,8 @@ class PipelineStrategy(ParallelStrategy):
             self._cut("training_step", args, training=True)
 
     def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
-        """Cuts the model on its first batch; parameters of other ranks leave the optimizer as well."""
+        """Cuts the model on its first batch; parameters of other ranks leave the optimizer as
+        well."""
         pipeline, module = self._get_pipeline(), self._module
         originals = dict(module.named_parameters())
         pipeline.cut(name, args, training=training)
@@ -379,7 +383,8 @@ class PipelineStrategy(ParallelStrategy):
         if not self._is_cut:
             raise ConfigError(
                 f"{type(self._module).__name__}.training_step reads batches itself "
-                "(`dataloader_iter`): a pipeline splits each batch and needs it as an argument. Take "
+                "(`dataloader_iter`): a pipeline splits each batch and needs it as an "
+                "argument. Take "
                 "`batch` instead, or train on one device without num_microbatches"
             )
         output, stash = self._run("training_step", args, training=True)
@@ -500,7 +505,8 @@ class PipelineStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, numbered as on one device, on the first rank; all ranks have to call this."""
+        """The whole state, numbered as on one device, on the first rank; all ranks have to call
+        this."""
         if self._optimizer_home is None:
             return super().optimizer_state(optimizer)
         self._refuse_if_failed()
@@ -552,7 +558,8 @@ class PipelineStrategy(ParallelStrategy):
         return "all" if all(share.gather_objects(pipeline.ranks, fits) or ()) else "rank_zero"
 
     def _restore(self, mode: str) -> None:
-        """Brings the weights of other ranks back into the very parameters that they were taken from."""
+        """Brings the weights of other ranks back into the very parameters that they were taken
+        from."""
         if mode == "none":
             return
         pipeline, module = self._get_pipeline(), self._module
@@ -585,7 +592,8 @@ class PipelineStrategy(ParallelStrategy):
             return
         if self._failed:
             raise PipelineError(
-                "the last run of this module failed and its other stages are lost; build the module "
+                "the last run of this module failed and its other stages are lost; "
+                "build the module "
                 "anew and load a checkpoint"
             )
         if self._restored_mode == "none":

@@ -114,7 +114,8 @@ class GhostMode(FakeTensorMode):
 #: what is said when a weight of another rank is used where no step watches
 _OUTSIDE = (
     "{} needs the value of a weight that lives on another rank of the pipeline. Outside of a step, "
-    "as in a hook or a callback, a rank can only compute with the weights of its own stages: do this "
+    "as in a hook or a callback, a rank can only compute with the weights of its own "
+    "stages: do this "
     "in the step, after the run, or on one device."
 )
 

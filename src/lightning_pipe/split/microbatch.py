@@ -1,8 +1,9 @@
-"""Split a batch into micro-batches, and merge what they return into what the whole batch would have.
+"""Split a batch into micro-batches, and merge what they return into what the whole batch would
+have.
 
-Rows are what most tensors of the batch have along their first dimension. Values with that many rows are
-split, everything else goes whole to every micro-batch. Pieces may be uneven; their weights are their rows.
-Knows nothing of stages.
+Rows are what most tensors of the batch have along their first dimension. Values with that many rows
+are split, everything else goes whole to every micro-batch. Pieces may be uneven; their weights are
+their rows. Knows nothing of stages.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def count_rows(batch: Any) -> int:
         votes = Counter(len(texts) for texts in _text_lists(batch))
     if not votes:
         raise BatchError(
-            f"the batch cannot be split into micro-batches: it is {describe(batch)} and no tensor in it "
+            f"the batch cannot be split into micro-batches: it is {describe(batch)} and "
+            "no tensor in it "
             "has a first dimension; give num_microbatches=1, or batches of tensors with rows"
         )
     best = max(votes.values())
@@ -109,12 +111,14 @@ def has_rows(batch: Any) -> bool:
 
 
 def copy_tensors(batch: Any) -> Any:
-    """Copy the tensors of a batch: a step that writes into its batch does so once for each stage."""
+    """Copy the tensors of a batch: a step that writes into its batch does so once for each
+    stage."""
     return _mapped(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def signature(value: Any) -> Any:
-    """Return what a trace of a step on this batch depends on: structure, shapes, types, and constants.
+    """Return what a trace of a step on this batch depends on: structure, shapes, types, and
+    constants.
 
     The result can be hashed and is equal for batches that may share a trace.
     """
@@ -150,9 +154,9 @@ def merge_values(values: Sequence[Any], rows: Sequence[int]) -> Any:
 
         row-wise tensors and lists    one after the other
         means (floats)                weighted by rows
-        counts (integers)             their sum; numbers that are equal, unless they count the rows, stay
-        dicts, tuples, dataclasses    item by item
-        equal objects                 one of them; unequal ones a list of all
+        counts (integers)             their sum; numbers that are equal, unless they count the rows,
+        stay dicts, tuples, dataclasses    item by item equal objects                 one of them;
+        unequal ones a list of all
 
     Args:
         values: What each micro-batch made, of one structure.

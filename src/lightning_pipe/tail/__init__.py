@@ -1,5 +1,6 @@
-"""The tail of a step, what follows its last unit, runs on the last stage only. This carries all that it leaves
-behind to the other ranks: the step's output, logged values, metric states and plain attributes.
+"""The tail of a step, what follows its last unit, runs on the last stage only. This carries all
+that it leaves behind to the other ranks: the step's output, logged values, metric states and plain
+attributes.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Tail:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undoes what a stage before the last changes: the last one re-runs it and is the one that counts."""
+        """Undoes what a stage before the last changes: the last one re-runs it and is the one that
+        counts."""
         yield
         self._attributes.undo()
 
@@ -88,7 +90,8 @@ class Tail:
         self._outputs.append(map_tensors(Tensor.detach, value))
 
     def finish(self, rows: Sequence[int]) -> Traces:
-        """What the whole batch leaves behind; on the rank of the last stage, after the micro-batches."""
+        """What the whole batch leaves behind; on the rank of the last stage, after the micro-
+        batches."""
         return Traces(
             merge_values(self._outputs, rows),
             self._logs.merged(rows),

@@ -1,8 +1,8 @@
 """Plain attributes that a step changes: taken from each micro-batch, merged, and set on every rank.
 
-Every micro-batch starts from the attributes as they were before the step, as if all ran side by side. What
-each one left is a `Change`; the changes of all micro-batches are merged into the one that the whole batch
-would have made: a list grows by one loss, not by M of them.
+Every micro-batch starts from the attributes as they were before the step, as if all ran side by
+side. What each one left is a `Change`; the changes of all micro-batches are merged into the one
+that the whole batch would have made: a list grows by one loss, not by M of them.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ class Attributes:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an attribute is data that a step may leave behind, no object with a life of its own."""
+    """Whether an attribute is data that a step may leave behind, no object with a life of its
+    own."""
     return value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, tuple, list, dict, set, deque, Tensor)
     )

@@ -1,8 +1,9 @@
 """How a class adds to its attributes, read from its source.
 
-A step that counts ``self.steps += 1`` counts steps; one that says ``self.right += hits.sum().item()`` counts
-samples, and ``self.total += loss.item()`` adds a mean. After M micro-batches these differ, and the values do
-not tell: two micro-batches may well have the same number of hits.
+A step that counts ``self.steps += 1`` counts steps; one that says ``self.right +=
+hits.sum().item()`` counts samples, and ``self.total += loss.item()`` adds a mean. After M micro-
+batches these differ, and the values do not tell: two micro-batches may well have the same number of
+hits.
 """
 
 from __future__ import annotations

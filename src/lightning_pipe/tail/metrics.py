@@ -1,8 +1,9 @@
-"""torchmetrics objects in a step: updated once per step, as one device would, and equal on every rank.
+"""torchmetrics objects in a step: updated once per step, as one device would, and equal on every
+rank.
 
-While a micro-batch runs, the calls of `update` and `forward` are noted and their effect is undone. After
-the step the last stage makes each call once, with the arguments of all micro-batches put together. The
-states then go to the other ranks, whose metrics never saw a sample.
+While a micro-batch runs, the calls of `update` and `forward` are noted and their effect is undone.
+After the step the last stage makes each call once, with the arguments of all micro-batches put
+together. The states then go to the other ranks, whose metrics never saw a sample.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class MetricTape:
         self._calls.append(calls)
 
     def finish(self, rows: Sequence[int]) -> dict[int, MetricState]:
-        """Makes the calls of the whole batch; returns the states of the metrics that were touched."""
+        """Makes the calls of the whole batch; returns the states of the metrics that were
+        touched."""
         with torch.no_grad():
             for call in self._merged(rows):
                 getattr(self.metrics[call.metric], call.method)(*call.args, **call.kwargs)

@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -56,7 +56,7 @@ from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.steps import Home, Pipeline
 
-Size = Union[Literal["auto"], int]
+Size = Literal["auto"] | int
 
 _CONTEXTS = {
     "training_step": "train_step_context",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Items:
     changes: Mapping[Any, Change]
 
 
-Change = Union[Put, Grown, Items]
+Change = Put | Grown | Items
 
 
 class Frozen:

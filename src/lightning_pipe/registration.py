@@ -17,6 +17,10 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "pipeline_gpipe": {"schedule": "gpipe"},
         "pipeline_1f1b": {"schedule": "1f1b"},
         "pipeline_interleaved": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+        "pipeline_looped_bfs": {"schedule": "looped_bfs", "virtual_stages": 2},
+        "pipeline_zero_bubble": {"schedule": "zero_bubble"},
+        "pipeline_zbv": {"schedule": "zbv", "virtual_stages": 2},
+        "pipeline_dualpipev": {"schedule": "dualpipev", "virtual_stages": 2},
     }
 )
 

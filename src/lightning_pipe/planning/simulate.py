@@ -7,6 +7,7 @@ in the same direction. Time is linear in the number of actions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,7 @@ def simulate(
     return Timeline(tuple(spans), schedule.num_ranks, max(free_s, default=0.0))
 
 
+@functools.lru_cache(maxsize=64)
 def ideal_bubble_fraction(schedule: Schedule) -> float:
     """The bubble of the schedule itself: equal stages, F = I = W = 1, sending costs nothing.
 

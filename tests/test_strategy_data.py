@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from tests import lit
 from tests.helpers import spawn_ranks
@@ -314,3 +315,34 @@ def _broken():
 
 def test_a_loader_that_raises_ends_all_ranks_with_its_exception():
     assert run_ranks(2, _broken) == [True, True]
+
+
+class _Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, *place):
+        self.written.append((prediction.tolist(), place))
+
+
+class _TwoSets(lit.Lit):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return super().predict_step(batch, batch_idx)
+
+
+def _predicted(strategy, with_writer):
+    writer = _Writer()
+    module = lit.seeded(_TwoSets)
+    trainer = lit.trainer(strategy, _world(), callbacks=[writer] if with_writer else [])
+    loaders = [DataLoader(lit.rows(count), batch_size=8) for count in (20, 8)]
+    found = trainer.predict(module, loaders)
+    return [[None if p is None else p.tolist() for p in part] for part in found], writer.written
+
+
+def test_predictions_are_in_order_on_rank_0_and_on_all_ranks_that_write_them():
+    expected, written = run_ranks(1, _predicted, None, True)[0]
+    with_writer = run_ranks(2, _predicted, {}, True)
+    assert with_writer == [(expected, written)] * 2
+    without = [found for found, _ in run_ranks(2, _predicted, {}, False)]
+    assert without == [expected, [[None] * 3, [None]]]

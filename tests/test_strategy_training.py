@@ -6,6 +6,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from tests import lit
 from tests.lit import run_ranks
 from torch import nn
@@ -280,3 +281,68 @@ def _dropped(arguments):
 def test_dropout_does_not_depend_on_the_number_of_stages():
     one = run_ranks(1, _dropped, {"num_microbatches": 4})[0]
     lit.assert_equal(run_ranks(2, _dropped, {"num_microbatches": 4}), one)
+
+
+class _Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[:4])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:4], optimizer, lr=1e-3)
+
+
+class _Head(lit.Lit):
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _finetuned(strategy):
+    module = lit.seeded(_Head)
+    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), callbacks=[_Unfreeze()])
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    return lit.outcome(module, trainer)
+
+
+def test_layers_may_thaw_during_training():
+    expected = run_ranks(1, _finetuned, None)[0]
+    lit.assert_equal(run_ranks(2, _finetuned, {}), expected)
+
+
+class _Dtypes(lit.Lit):
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+        for unit in self.net:
+            unit.register_forward_hook(self.note)
+
+    def note(self, module, args, output):
+        if type(output.detach()) is torch.Tensor:
+            self.dtypes.add(output.dtype)
+
+
+def _mixed(strategy, precision):
+    pl.seed_everything(1, verbose=False)
+    module = _Dtypes()
+    x, y = lit.rows().tensors
+    dataset = torch.utils.data.TensorDataset(x.float(), y)
+    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), precision=precision)
+    trainer.fit(module, DataLoader(dataset, batch_size=8))
+    return module.dtypes, {p.dtype for p in module.parameters()}, lit.outcome(module, trainer)
+
+
+@pytest.mark.parametrize(
+    ("precision", "computed", "kept"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_every_stage_computes_in_the_precision_of_the_trainer(precision, computed, kept):
+    expected = run_ranks(1, _mixed, None, precision)[0][-1]
+    for dtypes, weights, result in run_ranks(2, _mixed, {}, precision):
+        assert (dtypes, weights) == ({computed}, {kept})
+        tolerance = 1e-5 if computed is torch.float32 else 2e-2
+        lit.assert_equal([result], expected, tolerance)

@@ -18,8 +18,10 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
@@ -93,6 +95,16 @@ def has_step(module: LightningModule, name: str) -> bool:
     return is_overridden(name, module)
 
 
+def reads_outputs(trainer: Trainer, name: str) -> bool:
+    """Whether anybody but Lightning itself gets to see what an evaluation step returned."""
+    hook = f"on_{name.removesuffix('_step')}_batch_end"
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    callbacks = [c for c in callbacks if not isinstance(c, (ProgressBar, Checkpoint))]
+    return is_overridden(hook, trainer.lightning_module) or any(
+        getattr(type(callback), hook) is not getattr(Callback, hook) for callback in callbacks
+    )
+
+
 def takes_dataloader_iter(module: LightningModule, name: str) -> bool:
     """Whether a step wants to pull its batches itself."""
     return is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
@@ -129,6 +141,22 @@ def first_training_batch(trainer: Trainer) -> tuple[bool, Any]:
     if any(not there for there, _ in found):
         return False, None
     return True, pytree.tree_unflatten([batch for _, batch in found], loader._spec)
+
+
+def seen_rows(loader: Any, *, reset: bool = False) -> list[Any] | None:
+    """The row numbers of each batch that a loader of `predict` has read; None for other loaders.
+
+    Args:
+        loader: The loader.
+        reset: Begin anew, as iterating it does.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, _IndexBatchSamplerWrapper):
+        return None
+    if reset or not hasattr(sampler, "seen_batch_indices"):
+        sampler.seen_batch_indices = []
+    seen: list[Any] = sampler.seen_batch_indices
+    return seen
 
 
 def restore_loaders(trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ With each batch go the reader's random states, so what hooks draw after it (a ra
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 
+from lightning_pipe import _lightning as seam
 from lightning_pipe.runtime.accelerator import get_rng_state, set_rng_state
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.share import broadcast_object
@@ -28,6 +29,8 @@ class _Read:
     is_end: bool = False
     error: BaseException | None = None
     rng: Any = None
+    #: row numbers of batches since the last read, for writers of predictions
+    rows: Sequence[Any] = ()
 
 
 class SharedLoader:
@@ -94,6 +97,11 @@ class _SharedIterator(Iterator[Any]):
                 length = sized_len(loader)
             except Exception as error:
                 self._error = error
+        self._seen: list[Any] | None = (
+            None if ranks.is_first else seam.seen_rows(loader, reset=True)
+        )
+        self._loader = loader
+        self._num_sent = 0
         self.num_batches = broadcast_object(ranks, length, ranks.first_position)
 
     def __next__(self) -> Any:
@@ -139,9 +147,16 @@ class _SharedIterator(Iterator[Any]):
                 read = _Read(is_end=True)
             except Exception as error:
                 read = _Read(error=error)
-            read = _Read(read.batch, read.is_end, read.error, _get_rng(self._device))
+            rows = (seam.seen_rows(self._loader) or [])[self._num_sent :]
+            self._num_sent += len(rows)
+            rng = _get_rng(self._device)
+            read = _Read(read.batch, read.is_end, read.error, rng, rows)
         shared: _Read = broadcast_object(self._ranks, read, self._ranks.first_position)
-        return read if self._ranks.is_first else shared
+        if self._ranks.is_first:
+            return read
+        if self._seen is not None:
+            self._seen.extend(shared.rows)
+        return shared
 
 
 def _get_rng(device: torch.device) -> Any:

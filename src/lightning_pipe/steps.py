@@ -275,7 +275,13 @@ class Pipeline:
     # ------------------------------------------------------------------ running
 
     def run(
-        self, name: str, args: tuple[Any, ...], index: Sequence[int], *, training: bool
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        index: Sequence[int],
+        *,
+        training: bool,
+        share_output: bool = True,
     ) -> tuple[Any, GradientStash | None]:
         """Runs a step: all micro-batches through all stages, forward and, in training, backward.
 
@@ -284,6 +290,7 @@ class Pipeline:
             args: Its arguments; the first is the batch.
             index: Numbers of this batch, from which its random keys are made.
             training: Whether gradients are wanted.
+            share_output: Whether ranks without the last stage are given what the step returned.
 
         Returns:
             What the step returned, merged over micro-batches, and the gradients of this rank.
@@ -305,7 +312,7 @@ class Pipeline:
         self.schedule = schedule
         if stash is not None:
             self._sum_replicas(stash)
-        output = self._carry(pieces, schedule.stage_to_rank[-1], with_output=name != "predict_step")
+        output = self._carry(pieces, schedule.stage_to_rank[-1], with_output=share_output)
         return output, stash
 
     def _split(self, batch: Any) -> Pieces:

@@ -420,9 +420,13 @@ class PipelineStrategy(ParallelStrategy):
             return self._run(name, args, training=False)[0]
 
     def _run(self, name: str, args: tuple[Any, ...], *, training: bool) -> Any:
-        index = seam.batch_index(self._module.trainer)
+        trainer = self._module.trainer
+        index = seam.batch_index(trainer)
+        share_output = training or seam.reads_outputs(trainer, name)
         with self._ending_all():
-            return self._get_pipeline().run(name, args, index, training=training)
+            return self._get_pipeline().run(
+                name, args, index, training=training, share_output=share_output
+            )
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -638,6 +642,12 @@ class PipelineStrategy(ParallelStrategy):
         return Timeline.from_spans(spans, pipeline.ranks.num_positions)
 
     # ------------------------------------------------------------------ pieces
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy in another process, or of the Trainer, starts before `setup_environment`
+        state: dict[str, Any] = super().__getstate__()
+        nothing = {"_ranks": None, "_pipeline": None, "_last": None, "_undo_clip": None}
+        return {**state, **nothing, "_buffers": None, "_guard": ExitStack()}
 
     @property
     def _module(self) -> LightningModule:

@@ -315,7 +315,8 @@ def _run(job: Job, rank: int) -> Result:
             error.__cause__ = error.__context__ = (
                 None  # often not picklable, and in the text already
             )
-            return Result(error=error.with_traceback(None), time_s=time.monotonic())
+            time_s = error.__dict__.pop("failed_at_s", time.monotonic())
+            return Result(error=error.with_traceback(None), time_s=time_s)
         finally:
             os.chdir(folder)
             gc.collect()
@@ -341,6 +342,10 @@ def _call(job: Job, rank: int) -> Any:
     )
     try:
         return fn(*arguments)
+    except BaseException as error:
+        # before the group goes: what its end makes other ranks raise came second
+        error.__dict__["failed_at_s"] = time.monotonic()
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # closes the connections: peers that wait for us fail too

@@ -159,7 +159,11 @@ class Pipeline:
         """
         piece = self._split(args[0]).batches[0]
         with whole_as_fakes(self.module, self.device):
-            trace = self._trace(name, piece, args[1:], training=training)
+            try:
+                trace = self._trace(name, piece, args[1:], training=training)
+            except Exception:
+                self._agree(None)
+                raise
         self._agree(trace)
         cut = cut_step(self.layout, trace)
         held = parameters_of_stages(self.module, cut)
@@ -206,18 +210,18 @@ class Pipeline:
             like=None if self._home is None else self._home.cut.trace,
         )
 
-    def _agree(self, trace: Trace) -> None:
-        """Refuses to start if the ranks did not see the same step."""
-        digest = hashlib.sha256(trace.digest_text().encode()).hexdigest()
+    def _agree(self, trace: Trace | None) -> None:
+        """Refuses to start if the ranks did not see the same step; None where it raised."""
+        text = None if trace is None else trace.digest_text()
+        digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()
         digests = share.gather_objects(self.ranks, digest) or []
-        if len(set(digests)) > 1:
+        if digest is not None and len(set(digests)) > 1:
             differs = next(i for i, other in enumerate(digests) if other != digests[0])
             raise CutError(
-                f"the step is not the same on all ranks: ranks 0 and {differs} of "
-                f"{len(digests)} traced "
-                "different calls or shapes. Build the same model on every rank: nothing "
-                "in it may depend "
-                "on the rank or on an unseeded random choice"
+                f"the step is not the same on all ranks: ranks 0 and {differs} of {len(digests)} "
+                "traced different calls or shapes, or it raised on one of them. Build the same "
+                "model on every rank: nothing in it may depend on the rank or on an unseeded "
+                "random choice"
             )
 
     def _prepared(self, cut: StepCut, placement: tuple[int, ...]) -> CutStep:

@@ -189,6 +189,7 @@ class PipelineStrategy(ParallelStrategy):
         self._guard = ExitStack()
         self._restored_mode = "all"
         self._failed = False
+        self._postponed = False
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -299,6 +300,7 @@ class PipelineStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._optimizer_home = None
+        self._postponed = False
         module, ranks = self._module, self._get_ranks()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -347,7 +349,15 @@ class PipelineStrategy(ParallelStrategy):
             batch = seam.ready_batch(trainer, batch, self.root_device)
         args = (batch, 0) if seam.takes_batch_idx(self._module) else (batch,)
         with seam.step_name(self._module, "training_step"):
-            self._cut("training_step", args, training=True)
+            try:
+                self._cut("training_step", args, training=True)
+            except PipelineError:
+                raise
+            except Exception:
+                # It may need what `on_fit_start` or `on_train_start` makes, and these come later:
+                # the first step is traced when it comes, and raises what it does on one device.
+                self._postponed = True
+                self.model_to_device()
 
     def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
         """Cuts the model on its first batch; parameters of other ranks leave the optimizer as
@@ -380,6 +390,9 @@ class PipelineStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes_through:
             return super().training_step(*args, **kwargs)
+        if self._postponed and not self._is_cut:
+            with self._ending_all():
+                self._cut("training_step", args, training=True)
         if not self._is_cut:
             raise ConfigError(
                 f"{type(self._module).__name__}.training_step reads batches itself "
@@ -408,7 +421,7 @@ class PipelineStrategy(ParallelStrategy):
         return self._evaluate("predict_step", args)
 
     def _evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
-        if self._passes_through:
+        if self._passes_through or (self._postponed and not self._is_cut):
             return getattr(super(), name)(*args)
         # A tensor made in inference mode could never be sent or written to again.
         with torch.inference_mode(False), torch.no_grad():

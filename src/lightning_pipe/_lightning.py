@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -243,42 +243,12 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 
 
 def replace_clip(
-    precision: Precision,
-    clip: Callable[[Optimizer, float], None],
-    foreign: Callable[[], AbstractContextManager[Any]],
+    precision: Precision, clip: Callable[[Optimizer, float], None]
 ) -> Callable[[], None]:
-    """Lets `gradient_clip_val` clip over all stages; returns what undoes it.
-
-    Args:
-        precision: The plug-in whose methods are replaced.
-        clip: Clips the gradients of an optimizer by their norm over all ranks.
-        foreign: While it is entered, weights of other ranks have gradients without data: a norm
-            that a hook takes by hand then is an error and not that of one stage. Lightning's own
-            clipping leaves it.
-    """
-    after_closure, clip_gradients = precision._after_closure, precision.clip_gradients
-    shown: list[ExitStack] = []
-
-    def watched(model: LightningModule, optimizer: Any) -> None:
-        with ExitStack() as stack:
-            shown.append(stack)
-            stack.enter_context(foreign())
-            try:
-                after_closure(model, optimizer)
-            finally:
-                shown.pop()
-
-    def own_only(*args: Any, **kwargs: Any) -> None:
-        if shown:
-            shown[-1].close()
-        clip_gradients(*args, **kwargs)
-
+    """Lets `gradient_clip_val` use `clip` for the norm; returns what undoes it."""
     precision.clip_grad_by_norm = clip  # type: ignore[method-assign, assignment]
-    precision._after_closure = watched  # type: ignore[method-assign]
-    precision.clip_gradients = own_only  # type: ignore[method-assign]
 
     def undo() -> None:
-        for name in ("clip_grad_by_norm", "_after_closure", "clip_gradients"):
-            precision.__dict__.pop(name, None)
+        precision.__dict__.pop("clip_grad_by_norm", None)
 
     return undo

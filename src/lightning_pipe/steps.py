@@ -27,7 +27,6 @@ from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.microbatch import (
@@ -361,23 +360,6 @@ class Pipeline:
             for name, parameter in self._own_parameters.items()
             if self.home.owners(name)[0] == self.ranks.position
         )
-
-    @contextmanager
-    def foreign_gradients(self) -> Iterator[None]:
-        """Gives the weights of other ranks gradients without data, as long as hooks look at
-        them."""
-        foreign = [
-            parameter
-            for parameter in self.module.parameters()
-            if parameter.requires_grad and parameter.grad is None and is_fake(parameter)
-        ]
-        for parameter in foreign:
-            parameter.grad = parameter.detach()
-        try:
-            yield
-        finally:
-            for parameter in foreign:
-                parameter.grad = None
 
     def _sum_replicas(self, stash: GradientStash) -> None:
         if self._replicated:

@@ -326,7 +326,6 @@ class PipelineStrategy(ParallelStrategy):
             self._undo_clip = seam.replace_clip(
                 self.precision_plugin,
                 clip_by_norm_over_stages(ranks, self._counts),
-                self._get_pipeline().foreign_gradients,
             )
 
     @property

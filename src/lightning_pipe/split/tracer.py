@@ -73,8 +73,9 @@ class _SavedBytes:
     """Counts the bytes that autograd keeps for the backward, parameters and doubles left out."""
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        self._seen = {storage_key(t) for p in parameters for t in (p, as_fake(p))}
+        # kept alive: the key of a storage that is gone may be given to another one
+        self._kept = [t for p in module.parameters() for t in (p, as_fake(p))]
+        self._seen = {storage_key(t) for t in self._kept}
         self.total_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -82,6 +83,7 @@ class _SavedBytes:
         key = storage_key(tensor)
         if key not in self._seen:
             self._seen.add(key)
+            self._kept.append(tensor)
             self.total_bytes += tensor.numel() * tensor.element_size()
         return tensor
 

@@ -178,7 +178,7 @@ def tied_embedding() -> Case:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.embedding(x) * 32**0.5 + self.position
-            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(h.dtype)
             for block in self.blocks:
                 h = block(h, src_mask=mask)
             return self.head(h)

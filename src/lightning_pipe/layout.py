@@ -4,9 +4,8 @@ at once."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
 from lightning_pipe.planning import balance as cuts
@@ -161,7 +160,13 @@ def unit_costs(trace: Trace, balance: str) -> list[float]:
 
 
 def make_plan(
-    layout: Layout, trace: Trace, cut: StepCut, held: Sequence[frozenset[str]], sizes: Any
+    layout: Layout,
+    trace: Trace,
+    cut: StepCut,
+    held: Sequence[frozenset[str]],
+    *,
+    sizes: Mapping[str, tuple[int, int]],
+    num_microbatches: int,
 ) -> Plan:
     """Describes a cut.
 
@@ -171,8 +176,8 @@ def make_plan(
         cut: The cut of it.
         held: The parameters of each stage.
         sizes: For each parameter its number of elements and of bytes.
+        num_microbatches: Pieces of the first batch.
     """
-    num_microbatches = layout.num_microbatches or 4 * layout.num_ranks
     schedule = layout.make(num_microbatches)
     stages = []
     for stage in range(cut.num_stages):
@@ -205,7 +210,7 @@ def make_plan(
         num_microbatches=num_microbatches,
         balance="split_points" if layout.split_points is not None else balance,
         ideal_bubble_fraction=ideal_bubble_fraction(schedule),
-        notes=trace.notes,
+        notes=(*trace.notes, *_few_microbatches(layout.num_ranks, num_microbatches)),
     )
 
 
@@ -224,6 +229,17 @@ def _too_few_units(layout: Layout, trace: Trace) -> str:
     return (
         f"{asked}: {names}{whole}. Give at most {len(trace.calls)} stages (devices x "
         "virtual_stages), or write the model as more and smaller modules"
+    )
+
+
+def _few_microbatches(num_ranks: int, num_microbatches: int) -> tuple[str, ...]:
+    good = 4 * num_ranks
+    if num_ranks == 1 or num_microbatches >= good:
+        return ()
+    bubble_fraction = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
+    return (
+        f"{num_microbatches} micro-batches keep {num_ranks} ranks idle for {bubble_fraction:.0%} "
+        f"of a step; {good} or more are good, which takes batches of as many rows",
     )
 
 

@@ -107,7 +107,8 @@ class Pipeline:
         Raises:
             CutError: The step cannot be cut, or the ranks saw different steps.
         """
-        piece = self._split(args[0]).batches[0]
+        pieces = self._split(args[0])
+        piece = pieces.batches[0]
         with whole_as_fakes(self.module, self.device):
             try:
                 trace = self._trace(name, piece, args[1:], training=training)
@@ -127,7 +128,9 @@ class Pipeline:
             name: (p.numel(), p.numel() * p.element_size())
             for name, p in self.module.named_parameters()
         }
-        self._plan = make_plan(self.layout, trace, cut, held, sizes)
+        self._plan = make_plan(
+            self.layout, trace, cut, held, sizes=sizes, num_microbatches=len(pieces.batches)
+        )
         self._home = Home(
             cut,
             tuple(cut.first_call(stage) for stage in range(cut.num_stages)),
@@ -236,6 +239,7 @@ class Pipeline:
         *,
         training: bool,
         share_output: bool = True,
+        loss_scale: float = 1.0,
     ) -> tuple[Any, GradientStash | None]:
         """Runs a step: all micro-batches through all stages, forward and, in training, backward.
 
@@ -245,6 +249,8 @@ class Pipeline:
             index: Numbers of this batch, from which its random keys are made.
             training: Whether gradients are wanted.
             share_output: Whether ranks without the last stage are given what the step returned.
+            loss_scale: What the loss is multiplied with before the backward, against underflow; the
+                gradients that are handed over are not.
 
         Returns:
             What the step returned, merged over micro-batches, and the gradients of this rank.
@@ -257,11 +263,20 @@ class Pipeline:
         schedule = self._schedule_for(cuts, training=training)
         key = mix(self._seed, *index)
         step = StepRun(
-            self.module, self.tail, self._context, name, args[1:], pieces, cuts, key, training
+            self.module,
+            self.tail,
+            self._context,
+            name,
+            args[1:],
+            pieces,
+            cuts,
+            key,
+            training,
+            loss_scale,
         )
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
         self.tail.start(cuts[0].glue_attributes)
-        stash = GradientStash(self._own_parameters) if training else None
+        stash = GradientStash(self._own_parameters, loss_scale) if training else None
         start_s = time.perf_counter()
         with stash.collect() if stash is not None else nullcontext():
             self.spans = self.engine.run(schedule, stages, training=training)

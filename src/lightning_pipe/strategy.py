@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_pipe import _lightning as seam
 from lightning_pipe.data import SharedLoader
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
-from lightning_pipe.gradients import clip_by_norm_over_stages
+from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.manners import (
     AtomicCheckpointIO,
     move_own,
@@ -138,12 +138,12 @@ class PipelineStrategy(PipelineProcesses):
         self._pipeline: Pipeline | None = None
         self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
-        self._undo_clip: Any = None
+        self._undo: list[Callable[[], None] | None] = []
         self._postponed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = {"_pipeline": None, "_spread": None, "_undo_clip": None}
-        return {**super().__getstate__(), **nothing}
+        state = super().__getstate__()
+        return {**state, "_pipeline": None, "_spread": None, "_undo": []}
 
     # ------------------------------------------------------------------ setup
 
@@ -190,9 +190,12 @@ class PipelineStrategy(PipelineProcesses):
         self.setup_precision_plugin()
         if fitting:
             seam.optimizers_to_device(self.optimizers, self.root_device)
-            self._undo_clip = seam.replace_clip(
-                self.precision_plugin, clip_by_norm_over_stages(ranks, self._counts)
-            )
+            self._undo += [
+                seam.replace_clip(
+                    self.precision_plugin, clip_by_norm_over_stages(ranks, self._counts)
+                ),
+                share_overflow(self.precision_plugin, ranks, self.root_device),
+            ]
 
     @property
     def _passes_through(self) -> bool:
@@ -292,11 +295,15 @@ class PipelineStrategy(PipelineProcesses):
 
     def _run(self, name: str, args: tuple[Any, ...], *, training: bool) -> Any:
         trainer = self._module.trainer
-        index = seam.batch_index(trainer)
-        share_output = training or seam.reads_outputs(trainer, name)
+        scaler = getattr(self.precision_plugin, "scaler", None)
         with self._ending_all():
             return self._running.run(
-                name, args, index, training=training, share_output=share_output
+                name,
+                args,
+                seam.batch_index(trainer),
+                training=training,
+                share_output=training or seam.reads_outputs(trainer, name),
+                loss_scale=scaler.get_scale() if training and scaler is not None else 1.0,
             )
 
     @override
@@ -369,9 +376,10 @@ class PipelineStrategy(PipelineProcesses):
 
     @override
     def teardown(self) -> None:
-        if self._undo_clip is not None:
-            self._undo_clip()
-            self._undo_clip = None
+        while self._undo:
+            undo = self._undo.pop()
+            if undo is not None:
+                undo()
         if self._pipeline is not None:
             self._pipeline.tail.release()
         if self._spread is not None and self._is_cut and not self._failed:

@@ -34,6 +34,7 @@ class StepRun:
         cuts: The cut of each.
         key: Random key of the step.
         training: Whether a loss is wanted.
+        loss_scale: What the loss is multiplied with, besides its share of the rows.
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class StepRun:
     cuts: Sequence[CutStep]
     key: int
     training: bool
+    loss_scale: float
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         program = self.cuts[microbatch].programs[stage]
@@ -76,7 +78,7 @@ class StepRun:
                 "dict with the key "
                 f"'loss'; it returned {type(value).__name__}."
             )
-        weight = self.pieces.weights[microbatch]
+        weight = self.pieces.weights[microbatch] * self.loss_scale
         return loss if weight == 1.0 else loss * weight
 
 

@@ -179,6 +179,7 @@ def make_plan(
         num_microbatches: Pieces of the first batch.
     """
     schedule = layout.make(num_microbatches)
+    idle_fraction = ideal_bubble_fraction(schedule)
     stages = []
     for stage in range(cut.num_stages):
         calls = [trace.calls[i] for i in cut.calls_of(stage)]
@@ -209,8 +210,8 @@ def make_plan(
         virtual_stages=layout.virtual_stages,
         num_microbatches=num_microbatches,
         balance="split_points" if layout.split_points is not None else balance,
-        ideal_bubble_fraction=ideal_bubble_fraction(schedule),
-        notes=(*trace.notes, *_few_microbatches(layout.num_ranks, num_microbatches)),
+        ideal_bubble_fraction=idle_fraction,
+        notes=(*trace.notes, *_few_microbatches(layout, schedule, idle_fraction)),
     )
 
 
@@ -232,14 +233,14 @@ def _too_few_units(layout: Layout, trace: Trace) -> str:
     )
 
 
-def _few_microbatches(num_ranks: int, num_microbatches: int) -> tuple[str, ...]:
-    good = 4 * num_ranks
-    if num_ranks == 1 or num_microbatches >= good:
+def _few_microbatches(layout: Layout, schedule: Schedule, idle_fraction: float) -> tuple[str, ...]:
+    """A note where more micro-batches would keep the ranks clearly busier."""
+    good = 4 * layout.num_ranks
+    if layout.num_ranks == 1 or schedule.num_microbatches >= good or idle_fraction < 0.1:
         return ()
-    bubble_fraction = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
     return (
-        f"{num_microbatches} micro-batches keep {num_ranks} ranks idle for {bubble_fraction:.0%} "
-        f"of a step; {good} or more are good, which takes batches of as many rows",
+        f"{schedule.num_microbatches} micro-batches: {schedule.name} leaves {layout.num_ranks} ranks "
+        f"idle for {idle_fraction:.0%} of a step; {good} or more take batches of as many rows",
     )
 
 

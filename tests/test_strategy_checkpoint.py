@@ -174,3 +174,50 @@ def test_a_users_checkpoint_io_is_used():
     mine = Mine()
     assert PipelineStrategy(checkpoint_io=mine).checkpoint_io is mine
     assert isinstance(PipelineStrategy().checkpoint_io, AtomicCheckpointIO)
+
+
+class _Stateful(DataLoader):
+    """A loader that goes on where it was."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.position = 0
+
+    def __iter__(self):
+        for index, batch in enumerate(super().__iter__()):
+            if index >= self.position:
+                self.position = index + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class _Seen(lit.Lit):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(batch[1].tolist())
+
+
+def _middle(strategy, folder, path):
+    module = lit.seeded(_Seen)
+    keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)
+    trainer = lit.trainer(strategy, _world(), enable_checkpointing=True, callbacks=[keep])
+    trainer.fit(module, _Stateful(lit.rows(), batch_size=8), ckpt_path=path)
+    return module.seen, lit.outcome(module, trainer)
+
+
+def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    batches, expected = run_ranks(1, _middle, None, str(tmp_path / "one"), None)[0]
+    run_ranks(2, _middle, {}, str(tmp_path / "two"), None)
+    path = str(tmp_path / "two" / "step=2.ckpt")
+    for seen, result in run_ranks(2, _middle, {}, str(tmp_path / "again"), path):
+        assert seen == batches[2:]
+        torch.testing.assert_close(result["weights"], expected["weights"], rtol=1e-9, atol=1e-9)

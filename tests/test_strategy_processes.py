@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -79,13 +78,13 @@ if __name__ == "__main__":
 """
 
 
-def _run_script(folder, *arguments):
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+def _run_script(folder, *arguments, script=SCRIPT):
+    file = folder / "script.py"
+    file.write_text(script)
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MARK=str(folder))
     return subprocess.run(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, str(file), *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -125,3 +124,23 @@ def test_a_script_that_fails_leaves_no_process_behind(tmp_path):
     while _left_behind(tmp_path) and time.monotonic() < end:
         time.sleep(0.5)
     assert _left_behind(tmp_path) == []
+
+
+SPAWN = """
+import torch
+from torch.utils.data import DataLoader
+from tests import lit
+
+if __name__ == "__main__":
+    module = lit.seeded(lit.Lit)
+    before = module.net[0][0].weight.detach().clone(), module.net[6].weight.detach().clone()
+    trainer = lit.trainer({"start_method": "spawn"}, 2)
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    after = module.net[0][0].weight, module.net[6].weight
+    print("moved", [not torch.equal(a, b) for a, b in zip(before, after)])
+"""
+
+
+def test_spawned_ranks_give_the_trained_weights_back(tmp_path):
+    ended = _run_script(tmp_path, script=SPAWN)
+    assert "moved [True, True]" in ended.stdout, ended.stderr

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins import MixedPrecision
 from tests import lit
 from tests.lit import run_ranks
 from torch import nn
@@ -346,3 +347,53 @@ def test_every_stage_computes_in_the_precision_of_the_trainer(precision, compute
         assert (dtypes, weights) == ({computed}, {kept})
         tolerance = 1e-5 if computed is torch.float32 else 2e-2
         lit.assert_equal([result], expected, tolerance)
+
+
+class _Overflow(lit.Lit):
+    """A gradient of an early layer overflows in the second step."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales, self.moved = [], []
+        self.before = None
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.before = [
+            p.detach().clone() for p in self.parameters() if type(p.data) is torch.Tensor
+        ]
+
+    def on_after_backward(self):
+        gradient = self.net[0][0].weight.grad
+        if self.trainer.fit_loop.total_batch_idx == 1 and gradient is not None:
+            gradient.fill_(float("inf"))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+        now = [p for p in self.parameters() if type(p.data) is torch.Tensor]
+        self.moved.append(any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True)))
+
+
+def _overflowed(strategy):
+    pl.seed_everything(1, verbose=False)
+    module = _Overflow()
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    x, y = lit.rows().tensors
+    trainer = lit.trainer(
+        strategy,
+        torch.distributed.get_world_size(),
+        precision=None,
+        plugins=[plugin],
+        gradient_clip_val=0.5,
+    )
+    trainer.fit(module, DataLoader(torch.utils.data.TensorDataset(x.float(), y), batch_size=8))
+    return module.scales, module.moved, plugin.scaler is scaler, lit.outcome(module, trainer)
+
+
+def test_an_overflow_in_one_stage_skips_the_step_of_all():
+    _, _, _, expected = run_ranks(1, _overflowed, None)[0]
+    for scales, moved, restored, result in run_ranks(2, _overflowed, {}):
+        assert scales == [65536.0] + [32768.0] * 4
+        assert moved == [True, False, True, True, True]
+        assert restored
+        lit.assert_equal([result], expected, 2e-2)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_pipe.runtime.ranks import Ranks
@@ -26,10 +27,12 @@ class GradientStash:
 
     Args:
         parameters: Those that the step may give gradients to.
+        loss_scale: What the loss was multiplied with.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], loss_scale: float = 1.0) -> None:
         self._parameters = parameters
+        self._loss_scale = loss_scale
         self.gradients: dict[str, Tensor] = {}
 
     @contextmanager
@@ -48,6 +51,7 @@ class GradientStash:
 
     def hand_over(self, factor: Tensor) -> None:
         """Adds the gradients, times a factor, to `.grad`."""
+        factor = factor / self._loss_scale
         for name, gradient in self.gradients.items():
             parameter = self._parameters[name]
             scaled = gradient * factor.to(gradient.device)
@@ -100,6 +104,31 @@ def clip_by_norm_over_stages(
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     return clip
+
+
+def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callable[[], None] | None:
+    """Lets all stages skip a step in which any of them overflows, so that they keep one loss scale.
+
+    Args:
+        precision: A precision plug-in; if it has a `scaler`, that is replaced.
+        ranks: This rank.
+        device: Where the gradients are.
+
+    Returns:
+        What puts the plug-in's own scaler back, with the state of the other; None without one.
+    """
+    own = getattr(precision, "scaler", None)
+    if own is None or ranks.pipeline_group is None:
+        return None
+    shared = ShardedGradScaler(device.type, process_group=ranks.pipeline_group)
+    shared.load_state_dict(own.state_dict())
+    precision.scaler = shared
+
+    def undo() -> None:
+        own.load_state_dict(shared.state_dict())
+        precision.scaler = own
+
+    return undo
 
 
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:

@@ -4,9 +4,8 @@ at once."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
 from lightning_pipe.planning import balance as cuts
@@ -161,7 +160,13 @@ def unit_costs(trace: Trace, balance: str) -> list[float]:
 
 
 def make_plan(
-    layout: Layout, trace: Trace, cut: StepCut, held: Sequence[frozenset[str]], sizes: Any
+    layout: Layout,
+    trace: Trace,
+    cut: StepCut,
+    held: Sequence[frozenset[str]],
+    *,
+    sizes: Mapping[str, tuple[int, int]],
+    num_microbatches: int,
 ) -> Plan:
     """Describes a cut.
 
@@ -171,9 +176,10 @@ def make_plan(
         cut: The cut of it.
         held: The parameters of each stage.
         sizes: For each parameter its number of elements and of bytes.
+        num_microbatches: Pieces of the first batch.
     """
-    num_microbatches = layout.num_microbatches or 4 * layout.num_ranks
     schedule = layout.make(num_microbatches)
+    idle_fraction = ideal_bubble_fraction(schedule)
     stages = []
     for stage in range(cut.num_stages):
         calls = [trace.calls[i] for i in cut.calls_of(stage)]
@@ -204,8 +210,8 @@ def make_plan(
         virtual_stages=layout.virtual_stages,
         num_microbatches=num_microbatches,
         balance="split_points" if layout.split_points is not None else balance,
-        ideal_bubble_fraction=ideal_bubble_fraction(schedule),
-        notes=trace.notes,
+        ideal_bubble_fraction=idle_fraction,
+        notes=(*trace.notes, *_few_microbatches(layout, schedule, idle_fraction)),
     )
 
 
@@ -224,6 +230,17 @@ def _too_few_units(layout: Layout, trace: Trace) -> str:
     return (
         f"{asked}: {names}{whole}. Give at most {len(trace.calls)} stages (devices x "
         "virtual_stages), or write the model as more and smaller modules"
+    )
+
+
+def _few_microbatches(layout: Layout, schedule: Schedule, idle_fraction: float) -> tuple[str, ...]:
+    """A note where more micro-batches would keep the ranks clearly busier."""
+    good = 4 * layout.num_ranks
+    if layout.num_ranks == 1 or schedule.num_microbatches >= good or idle_fraction < 0.1:
+        return ()
+    return (
+        f"{schedule.num_microbatches} micro-batches: {schedule.name} leaves {layout.num_ranks} ranks "
+        f"idle for {idle_fraction:.0%} of a step; {good} or more take batches of as many rows",
     )
 
 

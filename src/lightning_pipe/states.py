@@ -5,19 +5,129 @@ All functions that take `ranks` are called by all ranks of a pipeline together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipe.home import Home
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.ownership import parameter_names
-from lightning_pipe.steps import Home
+from lightning_pipe.steps import Pipeline
+
+
+class SpreadModel:
+    """A module whose weights are on several ranks, and its optimizers: state out and back.
+
+    Everything here but `holds` is called by all ranks together.
+
+    Args:
+        pipeline: Not cut yet.
+        optimizers: They hold all parameters; the cut takes those of other ranks out of them.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizers: Sequence[Optimizer]) -> None:
+        self.is_spread = False
+        self._has_home = False
+        self._pipeline = pipeline
+        self._module = pipeline.module
+        self._ranks = pipeline.ranks
+        self._optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+        self._names: dict[int, str] = {}
+        self._mode = "all"
+
+    def cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
+        """Cuts the module on the first batch of a step."""
+        originals = dict(self._module.named_parameters())
+        self._pipeline.cut(name, args, training=training)
+        self._home = self._pipeline.home
+        current = dict(self._module.named_parameters())
+        self._swap({id(p): current[n] for n, p in originals.items() if p is not current[n]})
+        self._buffers = BufferWatch(self._module)
+        self.is_spread = self._has_home = True
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether the state of optimizers is spread too; it stays so when the weights are whole."""
+        return self._has_home and bool(self._optimizers)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether weights of this very module are still on other ranks."""
+        return self.is_spread and module is self._module
+
+    def watch_buffers(self) -> None:
+        """Starts to watch buffers again, where they are now."""
+        self._buffers = BufferWatch(self._module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model under its own names on the first rank; elsewhere with fakes."""
+        buffers = gather_buffers(self._buffers, self._home, self._ranks)
+        values = gather_parameters(self._module, self._home, self._ranks, everywhere=False)
+        if not self._ranks.is_first:
+            return self._module.state_dict()
+        with whole(self._module, values, buffers):
+            return self._module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state, numbered as on one device, on the first rank."""
+        return gather_optimizer_state(optimizer, self._names, self._home, self._ranks)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Gives an optimizer the part of a whole state that belongs to this rank."""
+        own = own_optimizer_state(optimizer, state, self._names, self._home)
+        optimizer.load_state_dict(own)
+
+    def restore(self, mode: str, num_processes: int = 1) -> None:
+        """Brings weights of other ranks back into the very parameters that they were taken from.
+
+        Args:
+            mode: To "all" ranks, to "rank_zero", to "none", or "auto": to all if they fit.
+            num_processes: Processes of this machine, which share its memory.
+        """
+        if mode == "auto":
+            mode = "all" if self._fits(num_processes) else "rank_zero"
+        self._mode = mode
+        if mode == "none" or not self.is_spread:
+            return
+        buffers = gather_buffers(self._buffers, self._home, self._ranks)
+        everywhere = mode == "all"
+        values = gather_parameters(self._module, self._home, self._ranks, everywhere=everywhere)
+        if everywhere or self._ranks.is_first:
+            self._put_back(values)
+            set_buffers(self._module, buffers)
+        self.is_spread = not everywhere
+
+    def make_whole(self) -> None:
+        """Before another run: all ranks hold parameters again; the first one's values count."""
+        if self._mode == "none":
+            self.restore("all")
+        elif self.is_spread and not self._ranks.is_first:
+            foreign = {n: self._module.get_parameter(n) for n in self._home.ownership.foreign}
+            self._put_back({n: torch.empty(p.shape, dtype=p.dtype) for n, p in foreign.items()})
+        self.is_spread = False
+
+    def _fits(self, num_processes: int) -> bool:
+        """Whether each process of every machine can hold the whole model."""
+        num_bytes = sum(p.numel() * p.element_size() for p in self._module.parameters())
+        fits = num_bytes * num_processes < 0.5 * psutil.virtual_memory().available
+        return all(share.gather_objects(self._ranks, fits) or ())
+
+    def _put_back(self, values: Mapping[str, Tensor]) -> None:
+        ownership = self._home.ownership
+        originals = ownership.fakes_to_originals()
+        ownership.restore(values)
+        self._swap(originals)
+
+    def _swap(self, replacements: Mapping[int, nn.Parameter]) -> None:
+        for optimizer in self._optimizers:
+            swap_parameters(optimizer, replacements)
+        self._names = {id(p): n for n, p in self._module.named_parameters()}
 
 
 def share_initial_state(module: nn.Module, ranks: Ranks) -> None:

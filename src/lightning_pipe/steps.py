@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.gradients import GradientStash
+from lightning_pipe.home import CutStep, Home, whole_as_fakes
 from lightning_pipe.layout import Layout, cut_step, make_plan
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
@@ -31,67 +31,18 @@ from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.microbatch import (
     Pieces,
-    copy_tensors,
     count_rows,
     has_rows,
     signature,
     split_batch,
 )
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
-from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import mix
-from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
 from lightning_pipe.tail.attributes import Attributes
-
-Context = Callable[[str], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class CutStep:
-    """A step of one batch structure, cut: stages (or, in evaluation, segments) and where they
-    are."""
-
-    cut: StepCut
-    placement: tuple[int, ...]
-    glue_attributes: frozenset[tuple[str, str]]
-    programs: dict[int, StageProgram] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where the weights are, since the first cut.
-
-    Attributes:
-        cut: The first cut.
-        starts: First call of each of its stages.
-        stage_to_rank: Position of each stage.
-        held: Parameters of each stage, by their first names.
-        stages_of_unit: Stages that hold each unit.
-        ownership: What this rank keeps.
-    """
-
-    cut: StepCut
-    starts: tuple[int, ...]
-    stage_to_rank: tuple[int, ...]
-    held: tuple[frozenset[str], ...]
-    stages_of_unit: Mapping[str, frozenset[int]]
-    ownership: Ownership
-
-    def owners(self, name: str) -> tuple[int, ...]:
-        """Positions that hold a parameter, in the order of their stages."""
-        ranks = [self.stage_to_rank[s] for s, held in enumerate(self.held) if name in held]
-        return tuple(dict.fromkeys(ranks))
-
-    def owner_of_buffer(self, name: str) -> int:
-        """The position whose copy of a buffer counts: of its unit, or of the tail."""
-        best = ""
-        for unit in self.stages_of_unit:
-            if (name.startswith(unit + ".") or not unit) and len(unit) >= len(best):
-                best = unit
-        stages = self.stages_of_unit.get(best)
-        return self.stage_to_rank[max(stages) if stages else -1]
+from lightning_pipe.work import Context, StageOfStep, StepRun
 
 
 class Pipeline:
@@ -156,7 +107,8 @@ class Pipeline:
         Raises:
             CutError: The step cannot be cut, or the ranks saw different steps.
         """
-        piece = self._split(args[0]).batches[0]
+        pieces = self._split(args[0])
+        piece = pieces.batches[0]
         with whole_as_fakes(self.module, self.device):
             try:
                 trace = self._trace(name, piece, args[1:], training=training)
@@ -176,7 +128,9 @@ class Pipeline:
             name: (p.numel(), p.numel() * p.element_size())
             for name, p in self.module.named_parameters()
         }
-        self._plan = make_plan(self.layout, trace, cut, held, sizes)
+        self._plan = make_plan(
+            self.layout, trace, cut, held, sizes=sizes, num_microbatches=len(pieces.batches)
+        )
         self._home = Home(
             cut,
             tuple(cut.first_call(stage) for stage in range(cut.num_stages)),
@@ -285,6 +239,7 @@ class Pipeline:
         *,
         training: bool,
         share_output: bool = True,
+        loss_scale: float = 1.0,
     ) -> tuple[Any, GradientStash | None]:
         """Runs a step: all micro-batches through all stages, forward and, in training, backward.
 
@@ -294,6 +249,8 @@ class Pipeline:
             index: Numbers of this batch, from which its random keys are made.
             training: Whether gradients are wanted.
             share_output: Whether ranks without the last stage are given what the step returned.
+            loss_scale: What the loss is multiplied with before the backward, against underflow; the
+                gradients that are handed over are not.
 
         Returns:
             What the step returned, merged over micro-batches, and the gradients of this rank.
@@ -304,10 +261,22 @@ class Pipeline:
             self._cut_for(state, piece, args[1:], training=training) for piece in pieces.batches
         ]
         schedule = self._schedule_for(cuts, training=training)
-        step = _Step(self, name, args[1:], pieces, cuts, mix(self._seed, *index), training)
-        stages = {stage: _StageWork(step, stage) for stage in schedule.stages(self.ranks.position)}
+        key = mix(self._seed, *index)
+        step = StepRun(
+            self.module,
+            self.tail,
+            self._context,
+            name,
+            args[1:],
+            pieces,
+            cuts,
+            key,
+            training,
+            loss_scale,
+        )
+        stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
         self.tail.start(cuts[0].glue_attributes)
-        stash = GradientStash(self._own_parameters) if training else None
+        stash = GradientStash(self._own_parameters, loss_scale) if training else None
         start_s = time.perf_counter()
         with stash.collect() if stash is not None else nullcontext():
             self.spans = self.engine.run(schedule, stages, training=training)
@@ -377,88 +346,3 @@ class Pipeline:
             traces = traces if is_last else received
         assert traces is not None
         return self.tail.apply(traces, is_last=is_last)
-
-
-@contextmanager
-def whole_as_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Lets a module that is too large for a device be traced as if it were there.
-
-    Buffers move to the device for good; parameters are fakes on it for the length of the trace.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            child._buffers[name] = None if buffer is None else buffer.to(device)
-    values = {name: parameter.data for name, parameter in module.named_parameters()}
-    ghosts = Ownership(module, frozenset())
-    ghosts.drop_foreign(device)
-    try:
-        yield
-    finally:
-        ghosts.restore(values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One step while it runs."""
-
-    pipeline: Pipeline
-    name: str
-    rest: tuple[Any, ...]
-    pieces: Pieces
-    cuts: Sequence[CutStep]
-    key: int
-    training: bool
-
-    def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        pipeline, program = self.pipeline, self.cuts[microbatch].programs[stage]
-        piece = self.pieces.batches[microbatch]
-        if len(self.pieces.batches) > 1 or len(self.cuts[microbatch].programs) > 1:
-            piece = copy_tensors(piece)
-        step = partial(getattr(pipeline.module, self.name), piece, *self.rest)
-        key = mix(self.key, microbatch)
-        tail = pipeline.tail
-        context = tail.microbatch() if program.is_last else tail.undone()
-        with pipeline._context(self.name), context:
-            result = program.run(step, received, key=key)
-        if not isinstance(result, StepResult):
-            return result
-        tail.returned(result.value)
-        return (self._loss(result.value, microbatch),) if self.training else ()
-
-    def _loss(self, value: Any, microbatch: int) -> Tensor:
-        """The loss of a micro-batch, weighted by its share of the rows."""
-        loss = value.get("loss") if isinstance(value, Mapping) else value
-        if loss is None and value is None:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None is not supported over "
-                "micro-batches: "
-                "the other stages have computed for it. Return a loss times zero instead."
-            )
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                "In automatic optimization, `training_step` must return a Tensor or a "
-                "dict with the key "
-                f"'loss'; it returned {type(value).__name__}."
-            )
-        weight = self.pieces.weights[microbatch]
-        return loss if weight == 1.0 else loss * weight
-
-
-class _StageWork:
-    """One local stage of a step, as the engine sees it."""
-
-    def __init__(self, step: _Step, stage: int) -> None:
-        self._step = step
-        self._stage = stage
-
-    def inputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        return self._step.cuts[microbatch].programs[self._stage].inputs
-
-    def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        return self._step.cuts[microbatch].programs[self._stage].outputs
-
-    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self._step.run(self._stage, microbatch, received)

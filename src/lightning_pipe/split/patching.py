@@ -60,7 +60,9 @@ def find_metrics(root: nn.Module) -> list[nn.Module]:
         elif isinstance(value, (list, tuple)):
             items = value
         for item in items:
-            if isinstance(item, nn.Module) and is_metric(item) and item not in found:
+            # `in` would compare, and metrics make a metric of a comparison
+            known = any(item is metric for metric in found)
+            if isinstance(item, nn.Module) and is_metric(item) and not known:
                 found += [m for m in item.modules() if is_metric(m)]
     return found
 

@@ -80,7 +80,8 @@ class MetricTape:
 
     def index_of(self, metric: Any) -> int:
         """The number of a metric, equal on all ranks."""
-        self.find()
+        if not any(known is metric for known in self.metrics):
+            self.find()
         return next(i for i, known in enumerate(self.metrics) if known is metric)
 
     def start(self) -> None:

@@ -1,0 +1,81 @@
+"""Where the weights of a cut module are, and how a step is laid over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.ownership import Ownership
+from lightning_pipe.split.program import StageProgram
+
+
+@dataclass(frozen=True, slots=True)
+class CutStep:
+    """A step of one batch structure, cut: stages (or, in evaluation, segments) and where they
+    are."""
+
+    cut: StepCut
+    placement: tuple[int, ...]
+    glue_attributes: frozenset[tuple[str, str]]
+    programs: dict[int, StageProgram] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where the weights are, since the first cut.
+
+    Attributes:
+        cut: The first cut.
+        starts: First call of each of its stages.
+        stage_to_rank: Position of each stage.
+        held: Parameters of each stage, by their first names.
+        stages_of_unit: Stages that hold each unit.
+        ownership: What this rank keeps.
+    """
+
+    cut: StepCut
+    starts: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
+    held: tuple[frozenset[str], ...]
+    stages_of_unit: Mapping[str, frozenset[int]]
+    ownership: Ownership
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Positions that hold a parameter, in the order of their stages."""
+        ranks = [self.stage_to_rank[s] for s, held in enumerate(self.held) if name in held]
+        return tuple(dict.fromkeys(ranks))
+
+    def owner_of_buffer(self, name: str) -> int:
+        """The position whose copy of a buffer counts: of its unit, or of the tail."""
+        best = ""
+        for unit in self.stages_of_unit:
+            if (name.startswith(unit + ".") or not unit) and len(unit) >= len(best):
+                best = unit
+        stages = self.stages_of_unit.get(best)
+        return self.stage_to_rank[max(stages) if stages else -1]
+
+
+@contextmanager
+def whole_as_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Lets a module that is too large for a device be traced as if it were there.
+
+    Buffers move to the device for good; parameters are fakes on it for the length of the trace.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            child._buffers[name] = None if buffer is None else buffer.to(device)
+    values = {name: parameter.data for name, parameter in module.named_parameters()}
+    ghosts = Ownership(module, frozenset())
+    ghosts.drop_foreign(device)
+    try:
+        yield
+    finally:
+        ghosts.restore(values)

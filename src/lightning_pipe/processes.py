@@ -1,0 +1,266 @@
+"""The processes of a pipeline, as Lightning sees them.
+
+Who starts them, what they tell each other, and how one that fails ends the others. No models here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pipe import _lightning as seam
+from lightning_pipe.errors import ConfigError, PeerError
+from lightning_pipe.layout import Layout
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.engine import Progress
+from lightning_pipe.runtime.ranks import Ranks, make_ranks
+from lightning_pipe.runtime.watchdog import guard
+
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+class PipelineProcesses(ParallelStrategy):
+    """The part of the strategy that is about processes.
+
+    Args:
+        accelerator: As all of Lightning's strategies take them; so are the next four.
+        parallel_devices: The devices of this machine.
+        cluster_environment: Where the processes are.
+        checkpoint_io: How files are written.
+        precision_plugin: The precision.
+        pipeline_parallel_size: Ranks of a pipeline; None for all devices.
+        arguments: What `Layout` takes besides.
+        process_group_backend: Backend of the default process group.
+        timeout: How long a rank may wait for another.
+        start_method: How processes are started.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        *,
+        pipeline_parallel_size: int | None,
+        arguments: dict[str, Any],
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        start_method: str,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if start_method not in _START_METHODS:
+            raise ConfigError(f"start_method={start_method!r}: give one of {_START_METHODS}")
+        self._num_nodes = 1
+        self._pipeline_parallel_size = pipeline_parallel_size
+        self._arguments = arguments
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._layout: Layout | None = None
+        self._ranks: Ranks | None = None
+        self._guard = ExitStack()
+        self._failed = False
+        if pipeline_parallel_size is not None:
+            Layout(pipeline_parallel_size, **arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy in another process, or of the Trainer, starts before `setup_environment`
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_ranks": None, "_guard": ExitStack()}
+
+    # ------------------------------------------------------------------ who is there
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the job."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are copies of the pipeline that should see other data: there are none."""
+        return False
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the default process group."""
+        return self._process_group_backend
+
+    @property
+    def _pipeline_layout(self) -> Layout:
+        if self._layout is None:
+            self._layout = self._make_layout()
+        return self._layout
+
+    def _make_layout(self) -> Layout:
+        world_size = self.num_processes * self.num_nodes
+        num_ranks = self._pipeline_parallel_size or world_size
+        layout = Layout(num_ranks, **self._arguments)
+        if num_ranks != world_size:
+            raise ConfigError(
+                f"pipeline_parallel_size={num_ranks} on {world_size} devices: one copy of the "
+                f"pipeline needs {num_ranks}, and several copies are not supported yet; give "
+                f"devices={num_ranks}, or leave pipeline_parallel_size at 'auto'"
+            )
+        return layout
+
+    @property
+    def _own_ranks(self) -> Ranks:
+        assert self._ranks is not None, "ranks exist from `setup_environment` on"
+        return self._ranks
+
+    # ------------------------------------------------------------------ the start
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._layout = self._make_layout()
+        if self._layout.num_ranks > 1:
+            self._launcher = seam.make_launcher(
+                self,
+                self._start_method,
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and the rank-zero helpers who this process is."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        seam.set_rank_zero(self.global_rank)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        layout = self._pipeline_layout
+        if layout.num_ranks > 1:
+            if self._start_method != "popen":
+                reset_seed()  # a process that runs the script itself is where one device would be
+            self.set_world_ranks()
+            self._process_group_backend = seam.connect_processes(
+                self.cluster_environment,
+                self._process_group_backend,
+                self.root_device,
+                self._timeout,
+            )
+        if self._ranks is None:
+            self._ranks = make_ranks(layout.stage_to_rank(), layout.num_ranks)
+        self._failed = False
+        self._guard = ExitStack()
+        self._guard.enter_context(guard(self._ranks, _Doing(self)))
+
+    # ------------------------------------------------------------------ between processes
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the copies of the pipeline, of which there is one."""
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers from the copies of the pipeline, of which there is one."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._ranks is None or self._ranks.num_positions == 1:
+            return decision
+        decisions = share.gather_objects(self._ranks, bool(decision)) or []
+        return False not in decisions if all else True in decisions
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._ranks is None or self._ranks.num_positions == 1:
+            return obj
+        return share.broadcast_object(self._ranks, obj, self._ranks.order.index(src))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._ranks is not None and self._ranks.control_group is not None:
+            dist.barrier(group=self._ranks.control_group)
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._fail(exception)
+
+    @contextmanager
+    def _ending_all(self) -> Generator[None, None, None]:
+        """Lets an exception of this rank end the others before any callback waits for them."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        with suppress(PeerError):  # the first failure is on stderr; this one is raised as it is
+            self._guard.__exit__(type(error), error, error.__traceback__)
+
+    def _progress(self) -> Progress | None:
+        """What the engine is doing, once there is one."""
+        return None
+
+
+class _Doing:
+    """What this rank is doing, for the watchdog; the engine that knows comes later than it."""
+
+    def __init__(self, strategy: PipelineProcesses) -> None:
+        self._strategy = strategy
+        self._start_s = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        progress = self._strategy._progress()
+        return "sets up" if progress is None else progress.text
+
+    @property
+    def since_s(self) -> float:
+        progress = self._strategy._progress()
+        return self._start_s if progress is None else progress.since_s

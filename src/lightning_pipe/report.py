@@ -1,0 +1,42 @@
+"""What a pipeline measured in its last step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipe.planning.simulate import ideal_bubble_fraction
+from lightning_pipe.planning.timeline import Timeline
+from lightning_pipe.runtime.share import gather_objects
+from lightning_pipe.steps import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """How much of a step this rank was idle.
+
+    Attributes:
+        measured_fraction: Idle over total time of the last step on this rank, 0 to 1.
+        ideal_fraction: What the schedule has with equal stages and free transfers.
+    """
+
+    measured_fraction: float
+    ideal_fraction: float
+
+
+def bubble(pipeline: Pipeline) -> Bubble | None:
+    """How idle this rank was; None before the first step."""
+    if pipeline.schedule is None or not pipeline.step_s:
+        return None
+    busy_s = sum(span.duration_s for span in pipeline.spans)
+    return Bubble(1 - busy_s / pipeline.step_s, ideal_bubble_fraction(pipeline.schedule))
+
+
+def timeline(pipeline: Pipeline, *, of_all_ranks: bool = False) -> Timeline | None:
+    """What this rank did, or, if all ranks ask for it, what all did; None before the first step."""
+    if pipeline.schedule is None:
+        return None
+    spans = list(pipeline.spans)
+    if of_all_ranks:
+        parts = gather_objects(pipeline.ranks, spans) or []
+        spans = [span for part in parts for span in part]
+    return Timeline.from_spans(spans, pipeline.ranks.num_positions)

@@ -1,0 +1,99 @@
+"""One step over the stages of this rank, as the engine runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipe.home import CutStep
+from lightning_pipe.split.microbatch import Pieces, copy_tensors
+from lightning_pipe.split.program import StepResult
+from lightning_pipe.split.rng import mix
+from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.tail import Tail
+
+Context = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """One step while it runs.
+
+    Attributes:
+        module: The user's module.
+        tail: What takes the traces of the last stage.
+        context: The precision context of a step, by its name.
+        name: Name of the step method.
+        rest: Its arguments after the batch.
+        pieces: The micro-batches.
+        cuts: The cut of each.
+        key: Random key of the step.
+        training: Whether a loss is wanted.
+        loss_scale: What the loss is multiplied with, besides its share of the rows.
+    """
+
+    module: nn.Module
+    tail: Tail
+    context: Context
+    name: str
+    rest: tuple[Any, ...]
+    pieces: Pieces
+    cuts: Sequence[CutStep]
+    key: int
+    training: bool
+    loss_scale: float
+
+    def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        program = self.cuts[microbatch].programs[stage]
+        piece = self.pieces.batches[microbatch]
+        if len(self.pieces.batches) > 1 or len(self.cuts[microbatch].programs) > 1:
+            piece = copy_tensors(piece)
+        step = partial(getattr(self.module, self.name), piece, *self.rest)
+        key = mix(self.key, microbatch)
+        traces = self.tail.microbatch() if program.is_last else self.tail.undone()
+        with self.context(self.name), traces:
+            result = program.run(step, received, key=key)
+        if not isinstance(result, StepResult):
+            return result
+        self.tail.returned(result.value)
+        return (self._loss(result.value, microbatch),) if self.training else ()
+
+    def _loss(self, value: Any, microbatch: int) -> Tensor:
+        """The loss of a micro-batch, weighted by its share of the rows."""
+        loss = value.get("loss") if isinstance(value, Mapping) else value
+        if loss is None and value is None:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None is not supported over "
+                "micro-batches: "
+                "the other stages have computed for it. Return a loss times zero instead."
+            )
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                "In automatic optimization, `training_step` must return a Tensor or a "
+                "dict with the key "
+                f"'loss'; it returned {type(value).__name__}."
+            )
+        weight = self.pieces.weights[microbatch] * self.loss_scale
+        return loss if weight == 1.0 else loss * weight
+
+
+class StageOfStep:
+    """One local stage of a step, as the engine sees it."""
+
+    def __init__(self, step: StepRun, stage: int) -> None:
+        self._step = step
+        self._stage = stage
+
+    def inputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
+        return self._step.cuts[microbatch].programs[self._stage].inputs
+
+    def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
+        return self._step.cuts[microbatch].programs[self._stage].outputs
+
+    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._step.run(self._stage, microbatch, received)

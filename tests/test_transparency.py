@@ -29,9 +29,6 @@ Numbers = tuple[dict[str, Tensor], dict[str, float]]
 
 
 def _train(name: str, dtype: torch.dtype, accumulate: int = 1, **trainer: Any) -> Numbers:
-    # In evaluation nn.TransformerEncoderLayer takes a fused path that is wrong in float64 (by 1.6 on
-    # random values, torch 2.13); a layer that is opened for a cut never takes it.
-    torch.backends.mha.set_fastpath_enabled(dtype != torch.float64)
     rows = ROWS // accumulate
     module = build(name, dtype)
     with warnings.catch_warnings():

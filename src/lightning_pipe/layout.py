@@ -239,8 +239,9 @@ def _few_microbatches(layout: Layout, schedule: Schedule, idle_fraction: float) 
     if layout.num_ranks == 1 or schedule.num_microbatches >= good or idle_fraction < 0.1:
         return ()
     return (
-        f"{schedule.num_microbatches} micro-batches: {schedule.name} leaves {layout.num_ranks} ranks "
-        f"idle for {idle_fraction:.0%} of a step; {good} or more take batches of as many rows",
+        f"{schedule.num_microbatches} micro-batches: {schedule.name} leaves {layout.num_ranks} "
+        f"ranks idle for {idle_fraction:.0%} of a step; {good} or more are good, which takes "
+        f"batches of as many rows",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import UserDict
 
 import lightning.pytorch as pl
 import numpy as np
@@ -282,6 +283,65 @@ def _nested(strategy):
 def test_nested_batches_are_split_by_rows_and_the_rest_goes_whole():
     expected = run_ranks(1, _nested, None)[0]
     lit.assert_equal(run_ranks(2, _nested, {"num_microbatches": 3}), expected)
+
+
+class _Ruled(lit.Lit):
+    """A batch whose class weights have as many entries as it has rows, and time before rows."""
+
+    def make_net(self, width, depth):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+    def loss(self, batch):
+        hidden = self.net(batch["steps"]).mean(0)
+        weights = batch["loss"]["cw"]
+        assert weights.shape == (4,)
+        error = F.cross_entropy(hidden[:, :4], batch["y"], reduction="none")
+        return (error * (1 + weights.sum())).mean() + 0.0 * weights[batch["y"]].mean()
+
+    def training_step(self, batch, batch_idx):
+        assert isinstance(batch, UserDict)
+        return super().training_step(batch, batch_idx)
+
+
+def _ruled(strategy):
+    x, y = lit.rows(24).tensors
+    batches = [
+        UserDict(
+            steps=x[i : i + 12].view(3, 4, 8),
+            y=y[i : i + 4],
+            loss={"cw": torch.arange(4.0).double()},
+        )
+        for i in (0, 12)
+    ]
+    module = lit.seeded(_Ruled)
+    trainer = lit.trainer(strategy, _world())
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return lit.outcome(module, trainer)
+
+
+def test_rules_say_how_keys_of_a_batch_are_split():
+    expected = run_ranks(1, _ruled, None)[0]
+    arguments = {"num_microbatches": 3, "split_batch": {"steps": 1, "loss.cw": "replicate"}}
+    lit.assert_equal(run_ranks(2, _ruled, arguments), expected)
+
+
+class _Normed(lit.Lit):
+    def make_net(self, width, depth):
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(4)]
+        return nn.Sequential(*blocks, nn.Linear(width, 4))
+
+
+def _normed(strategy):
+    module = lit.seeded(_Normed)
+    trainer = lit.trainer(strategy, _world(), max_epochs=1)
+    # 8, 8 and 5 rows: pieces of 2 rows, the last of 3, 2
+    trainer.fit(module, DataLoader(lit.rows(21), batch_size=8), DataLoader(lit.rows(9), 8))
+    counts = [b.item() for n, b in module.named_buffers() if n.endswith("num_batches_tracked")]
+    return counts, torch.isfinite(trainer.callback_metrics["val_loss"]).item()
+
+
+def test_no_micro_batch_leaves_a_batch_norm_one_row():
+    assert run_ranks(2, _normed, {"num_microbatches": 4}) == [([4 + 4 + 2] * 4, True)] * 2
 
 
 def _no_rows():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
 from lightning_pipe.planning import balance as cuts
@@ -14,6 +14,7 @@ from lightning_pipe.planning.plan import Plan, StagePlan
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule, validate_user
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.rows import Rule, check_rules
 from lightning_pipe.split.trace import Trace
 
 BALANCES = ("auto", "flops", "parameters", "uniform")
@@ -30,6 +31,7 @@ class Layout:
         schedule: A name, the path of a CSV file, or "auto".
         balance: One of `BALANCES`, or a number of unit calls for each stage.
         split_points: Names of modules after which to cut.
+        split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
     """
 
     num_ranks: int
@@ -38,6 +40,7 @@ class Layout:
     schedule: str = "auto"
     balance: str | tuple[int, ...] = "auto"
     split_points: tuple[str, ...] | None = None
+    split_batch: Mapping[str, Rule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "virtual_stages", "num_microbatches"):
@@ -67,6 +70,7 @@ class Layout:
                 f"{self.virtual_stages}); give "
                 f"{self.num_stages - 1} names"
             )
+        check_rules(self.split_batch)
         self._check_schedule()
 
     @property
@@ -74,12 +78,17 @@ class Layout:
         """P * V."""
         return self.num_ranks * self.virtual_stages
 
-    def microbatches_for(self, rows: int) -> int:
-        """How many micro-batches a batch of so many rows is split into."""
+    def microbatches_for(self, rows: int, least_rows: int = 1) -> int:
+        """How many micro-batches a batch of so many rows is split into.
+
+        Args:
+            rows: Rows of the batch.
+            least_rows: Rows that each needs; a batch that has fewer is one micro-batch.
+        """
         wanted = self.num_microbatches
         if wanted is None:
             wanted = 4 * self.num_ranks if self.num_ranks > 1 else 1
-        return min(wanted, rows)
+        return min(wanted, max(1, rows // least_rows))
 
     def schedule_name(self, num_microbatches: int) -> str:
         """The schedule to run; "auto" is decided by the number of micro-batches."""

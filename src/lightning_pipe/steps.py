@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -28,17 +29,14 @@ from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.cut import StepCut, place, place_like
-from lightning_pipe.split.microbatch import (
-    Pieces,
-    count_rows,
-    has_rows,
-    signature,
-    split_batch,
-)
+from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import mix
+from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
+from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
 from lightning_pipe.tail.attributes import Attributes
@@ -107,6 +105,7 @@ class Pipeline:
         Raises:
             CutError: The step cannot be cut, or the ranks saw different steps.
         """
+        self._check_rules(args[0])
         pieces = self._split(args[0])
         piece = pieces.batches[0]
         with whole_as_fakes(self.module, self.device):
@@ -288,8 +287,25 @@ class Pipeline:
         return output, stash
 
     def _split(self, batch: Any) -> Pieces:
-        rows = count_rows(batch) if has_rows(batch) or self.layout.num_microbatches != 1 else 1
-        return split_batch(batch, self.layout.microbatches_for(rows))
+        rules = self.layout.split_batch
+        if self.layout.num_microbatches == 1 and not has_rows(batch):
+            return Pieces((batch,), (1,))
+        rows = count_rows(batch, rules)
+        wanted = self.layout.microbatches_for(rows, least_rows(self._batch_norms))
+        return split_batch(batch, wanted, rules)
+
+    def _check_rules(self, batch: Any) -> None:
+        unused = unused_rules(batch, self.layout.split_batch)
+        if unused and self.ranks.is_first:
+            warnings.warn(
+                f"split_batch has rules for {unused}, but nothing in the first batch has such a "
+                f"name: it is {describe(batch)}",
+                stacklevel=2,
+            )
+
+    @cached_property
+    def _batch_norms(self) -> list[tuple[str, nn.Module]]:
+        return batch_norms(self.module)
 
     def _schedule_for(self, cuts: Sequence[CutStep], *, training: bool) -> Schedule:
         placement = cuts[0].placement

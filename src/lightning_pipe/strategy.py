@@ -42,7 +42,7 @@ from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.report import Bubble, bubble, timeline
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Progress
-from lightning_pipe.split.microbatch import copy_tensors
+from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.states import SpreadModel, share_initial_state
@@ -77,6 +77,9 @@ class PipelineStrategy(PipelineProcesses):
         balance: What makes stages equal: "auto", "flops", "parameters", "uniform", or the number of
             units of each stage.
         split_points: Names of modules after which to cut, instead of a balance.
+        split_batch: How values of the batch are split where rows along dimension 0 are the wrong
+            guess, by key: "replicate" (or None) gives the value whole to every micro-batch, "list"
+            splits a list item by item, a number names the dimension of the rows.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
             "none", or "auto": all if the host has the memory.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
@@ -109,6 +112,7 @@ class PipelineStrategy(PipelineProcesses):
         virtual_stages: int = 1,
         balance: str | list[int] = "auto",
         split_points: list[str] | None = None,
+        split_batch: dict[str, int | str | None] | None = None,
         restore_model: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -127,6 +131,7 @@ class PipelineStrategy(PipelineProcesses):
                 "schedule": os.fspath(schedule),
                 "balance": balance if isinstance(balance, str) else tuple(balance),
                 "split_points": None if split_points is None else tuple(split_points),
+                "split_batch": dict(split_batch or {}),
             },
             process_group_backend=process_group_backend,
             timeout=timeout,

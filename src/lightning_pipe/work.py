@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.home import CutStep
-from lightning_pipe.split.microbatch import Pieces, copy_tensors
+from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.program import StepResult
 from lightning_pipe.split.rng import mix
+from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.tail import Tail
 

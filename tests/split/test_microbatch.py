@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from lightning_pipe.errors import BatchError
-from lightning_pipe.split.microbatch import (
-    count_rows,
-    merge_values,
-    piece_sizes,
-    signature,
-    split_batch,
-)
+from lightning_pipe.split.microbatch import merge_values
+from lightning_pipe.split.rows import count_rows, piece_sizes, split_batch
+from lightning_pipe.split.signature import signature
 
 Pair = namedtuple("Pair", "x y")
 

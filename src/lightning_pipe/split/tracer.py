@@ -28,6 +28,7 @@ from lightning_pipe.split._fake import (
     storage_key,
     without_modes,
 )
+from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.rng import KeyedRandom
@@ -45,7 +46,7 @@ from lightning_pipe.split.trace import (
     WrittenArgument,
     WrittenOutput,
 )
-from lightning_pipe.split.tree import TreeSpec, flatten, map_tensors, tensors, unflatten
+from lightning_pipe.split.tree import TreeSpec, flatten, tensors, unflatten
 
 
 class KeepWhole(Exception):
@@ -147,7 +148,7 @@ class Tracer:
                 stack.enter_context(self.operators)
                 stack.enter_context(self.values)
                 with self.values.paused():
-                    batch = map_tensors(torch.clone, batch)
+                    batch = copy_tensors(batch)
                 self._random.at(0)
                 result = step(batch)
                 with self.values.paused(), without_modes():

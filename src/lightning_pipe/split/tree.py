@@ -1,12 +1,14 @@
-"""Flatten any nest of tensors, plain dataclasses included.
+"""Flatten any nest of tensors, plain dataclasses and ``UserDict``s included.
 
 torch's pytree knows tuples, dicts, named tuples and the ``ModelOutput`` classes that register
-themselves. Plain dataclasses are leaves to it, so a step that returns one would hide its tensors.
+themselves. Plain dataclasses and ``UserDict``s (``BatchEncoding`` is one) are leaves to it, so a
+step that returns one would hide its tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 
 class _Record(NamedTuple):
-    """How to rebuild one dataclass leaf: its class, the fields that were flattened and their
-    structure."""
+    """How to rebuild one record: its class, the fields that were flattened and their structure."""
 
     cls: type
     fields: tuple[str, ...]
@@ -39,6 +40,8 @@ class TreeSpec(NamedTuple):
 
 
 def _is_record(value: Any) -> bool:
+    if isinstance(value, UserDict):
+        return True
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)
@@ -47,6 +50,8 @@ def _is_record(value: Any) -> bool:
 
 
 def _record_fields(value: Any) -> tuple[str, ...]:
+    if isinstance(value, UserDict):
+        return ("data",)
     return tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
 
 

@@ -25,7 +25,8 @@ class StageCosts:
         input_s: Seconds of I, the gradient of the stage's inputs.
         weight_s: Seconds of W, the gradient of its weights.
         activation_bytes: Bytes held from F to the end of the backward.
-        boundary_bytes: Bytes that go to the next stage after F, and come back as gradients.
+        boundary_bytes: Bytes that go to the next stage after F.
+        gradient_bytes: Bytes that come back from it; None means as many.
     """
 
     forward_s: float
@@ -33,6 +34,12 @@ class StageCosts:
     weight_s: float
     activation_bytes: int = 0
     boundary_bytes: int = 0
+    gradient_bytes: int | None = None
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes of gradients that the next stage sends back."""
+        return self.boundary_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def backward_s(self) -> float:
@@ -88,6 +95,14 @@ class UnitCosts:
 class CostTable:
     """The costs of all unit calls of a model, in order, and of the link between ranks.
 
+    Args:
+        units: The calls.
+        link: Between two ranks of a node.
+        device: What they were measured on.
+        rows: Rows of the measured micro-batch; 0 if unknown.
+        overhead_s: Seconds of one action beside its units.
+        node_link: Between two nodes, if that is another.
+
     >>> table = CostTable((UnitCosts("head", 1.0, 1.0, 1.0),), LinkCosts(), device="cpu")
     >>> CostTable.from_json(table.to_json()) == table
     True
@@ -96,12 +111,16 @@ class CostTable:
     units: tuple[UnitCosts, ...]
     link: LinkCosts = LinkCosts()
     device: str = ""
+    rows: int = 0
+    overhead_s: float = 0.0
+    node_link: LinkCosts | None = None
 
     def to_json(self) -> str:
         """The table as text; a link without limit has ``null`` bytes per second."""
         table = asdict(self)
-        if math.isinf(self.link.bytes_per_s):
-            table["link"]["bytes_per_s"] = None
+        for link in (table["link"], table["node_link"]):
+            if link is not None and math.isinf(link["bytes_per_s"]):
+                link["bytes_per_s"] = None
         return json.dumps(table, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -113,11 +132,16 @@ class CostTable:
         """
         try:
             table = json.loads(text)
-            link = dict(table["link"])
-            if link.get("bytes_per_s") is None:
-                link["bytes_per_s"] = math.inf
             units = tuple(_read(UnitCosts, unit) for unit in table["units"])
-            return cls(units, _read(LinkCosts, link), str(table.get("device", "")))
+            node_link = table.get("node_link")
+            return cls(
+                units,
+                _read_link(table["link"]),
+                str(table.get("device", "")),
+                int(table.get("rows", 0)),
+                float(table.get("overhead_s", 0.0)),
+                None if node_link is None else _read_link(node_link),
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"the cost table cannot be read: {error!r}") from error
 
@@ -147,6 +171,14 @@ def _sum_units(units: Sequence[UnitCosts], *, is_last: bool) -> StageCosts:
         activation_bytes=sum(unit.activation_bytes for unit in units),
         boundary_bytes=0 if is_last else units[-1].output_bytes,
     )
+
+
+def _read_link(values: dict[str, Any]) -> LinkCosts:
+    link = dict(values)
+    if link.get("bytes_per_s") is None:
+        link["bytes_per_s"] = math.inf
+    made: LinkCosts = _read(LinkCosts, link)
+    return made
 
 
 def _read(kind: Any, values: dict[str, Any]) -> Any:

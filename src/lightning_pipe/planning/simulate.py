@@ -19,6 +19,7 @@ from lightning_pipe.planning.timeline import Span, Timeline
 __all__ = [
     "BubbleParts",
     "bubble_parts",
+    "held_over_time",
     "ideal_bubble_fraction",
     "peak_activation_bytes",
     "simulate",
@@ -29,7 +30,11 @@ Links = LinkCosts | Callable[[int, int], LinkCosts]
 
 
 def simulate(
-    schedule: Schedule, costs: Sequence[StageCosts], link: Links | None = None
+    schedule: Schedule,
+    costs: Sequence[StageCosts],
+    link: Links | None = None,
+    *,
+    after_s: Sequence[float] = (),
 ) -> Timeline:
     """Predicts when each action runs.
 
@@ -37,9 +42,11 @@ def simulate(
         schedule: A schedule that passes its ``check``.
         costs: One entry per stage.
         link: What sending costs; nothing by default, nor ever within a rank.
+        after_s: Seconds that each rank needs after its last action, to sum gradients with the
+            copies of the pipeline (``profile.all_reduce_s``) or for the optimizer.
 
     Returns:
-        The timeline, from 0 to the end of the last action.
+        The timeline, from 0 to the end of the last rank.
 
     Raises:
         PlanError: Not one entry per stage.
@@ -73,7 +80,8 @@ def simulate(
         if made is not None:
             arrival_s[made] = network.send(rank, action, end_s)
     spans.sort(key=lambda span: span.rank)  # stable: each rank stays in its order
-    return Timeline(tuple(spans), schedule.num_ranks, max(free_s, default=0.0))
+    ends_s = [a + b for a, b in zip(free_s, after_s or [0.0] * len(free_s), strict=True)]
+    return Timeline(tuple(spans), schedule.num_ranks, max(ends_s, default=0.0))
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,6 +160,46 @@ def peak_activation_bytes(schedule: Schedule, costs: Sequence[StageCosts]) -> tu
     return tuple(peaks)
 
 
+def held_over_time(
+    timeline: Timeline, costs: Sequence[StageCosts]
+) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """Bytes of activations that each rank holds, over the step.
+
+    Args:
+        timeline: Predicted or measured.
+        costs: One entry per stage.
+
+    Returns:
+        For each rank the moments in seconds at which the amount changes, with the bytes from then
+        on. Memory is taken when F starts and freed when B or W ends.
+
+    >>> from lightning_pipe.planning.schedules import make_schedule
+    >>> schedule, costs = make_schedule("gpipe", num_ranks=1, num_microbatches=2), [
+    ...     StageCosts(1.0, 1.0, 1.0, activation_bytes=8)]
+    >>> held_over_time(simulate(schedule, costs), costs)
+    (((0.0, 8), (1.0, 16), (4.0, 8), (6.0, 0)),)
+    """
+    changes: list[list[tuple[float, int]]] = [[] for _ in range(timeline.num_ranks)]
+    trains = any(span.action.op is not Op.FORWARD for span in timeline.spans)
+    for span in timeline.spans:
+        num_bytes = costs[span.action.stage].activation_bytes
+        if trains and span.action.op is Op.FORWARD:
+            changes[span.rank].append((span.start_s, num_bytes))
+        elif span.action.op in (Op.BACKWARD, Op.WEIGHT):
+            changes[span.rank].append((span.end_s, -num_bytes))
+    held = []
+    for steps in changes:
+        moments: list[tuple[float, int]] = []
+        total_bytes = 0
+        for time_s, change in sorted(steps, key=lambda step: (step[0], step[1])):
+            total_bytes += change
+            if moments and moments[-1][0] == time_s:
+                moments.pop()
+            moments.append((time_s, total_bytes))
+        held.append(tuple(moments))
+    return tuple(held)
+
+
 class _Network:
     """The links between ranks during one simulation; remembers until when each is taken."""
 
@@ -171,7 +219,11 @@ class _Network:
         if target == source:
             return end_s
         link = self._link if isinstance(self._link, LinkCosts) else self._link(source, target)
-        num_bytes = self._costs[action.stage if forward else neighbour].boundary_bytes
+        num_bytes = (
+            self._costs[action.stage].boundary_bytes
+            if forward
+            else self._costs[neighbour].returned_bytes
+        )
         leave_s = max(end_s, self._taken_s.get((source, target), 0.0))
         self._taken_s[source, target] = leave_s + num_bytes / link.bytes_per_s
         return leave_s + link.transfer_s(num_bytes)

@@ -116,7 +116,9 @@ class UnitCall:
 
     ``leaves[:num_outputs]`` rebuild what the call returned, the rest are extra outputs that travel
     beside it. ``inputs`` are the values and glue parameters that the arguments are made of, nearest
-    first known value; ``unit_inputs`` the same in terms of unit outputs only.
+    first known value; ``unit_inputs`` the same in terms of unit outputs only. ``activation_bytes``
+    is what the unit keeps for its backward; ``saved`` lists it by the number of the storage and its
+    bytes, since neighbours may keep the same one.
     """
 
     index: int
@@ -132,6 +134,7 @@ class UnitCall:
     parameters: int = 0
     parameter_bytes: int = 0
     activation_bytes: int = 0
+    saved: tuple[tuple[int, int], ...] = ()
 
     def meta(self, leaf: int) -> Meta:
         """Describe the tensor at ``leaf``."""
@@ -180,6 +183,8 @@ class Trace:
     open_up: frozenset[str] = frozenset()
     #: what the glue read as Python data in a trace with real values, by place
     read_values: Mapping[tuple[int, int], Any] = field(default_factory=dict)
+    #: what the glue before each call, and at last the tail, keeps for the backward
+    glue_saved: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def unit_names(self) -> tuple[str, ...]:

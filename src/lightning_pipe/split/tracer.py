@@ -16,7 +16,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import (
@@ -25,13 +24,13 @@ from lightning_pipe.split._fake import (
     as_fake,
     inside_step,
     is_fake,
-    storage_key,
     without_modes,
 )
-from lightning_pipe.split.nest import copy_tensors
+from lightning_pipe.split.nest import copy_tensors, leaves
 from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.rng import KeyedRandom
+from lightning_pipe.split.saved import SavedTensors
 from lightning_pipe.split.snapshot import Snapshot, holds_fake
 from lightning_pipe.split.trace import (
     Alias,
@@ -68,29 +67,6 @@ class _Inside(TorchDispatchMode):
         self, func, types, args=(), kwargs=None
     ):
         return self._ledger.inside_unit(func, args, kwargs or {})
-
-
-class _SavedBytes:
-    """Counts the bytes that autograd keeps for the backward, parameters and doubles left out."""
-
-    def __init__(self, module: nn.Module) -> None:
-        # kept alive: the key of a storage that is gone may be given to another one
-        self._kept = [t for p in module.parameters() for t in (p, as_fake(p))]
-        self._seen = {storage_key(t) for t in self._kept}
-        self.total_bytes = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Count one saved tensor."""
-        key = storage_key(tensor)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._kept.append(tensor)
-            self.total_bytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Return the context that counts."""
-        return saved_tensors_hooks(self.pack, lambda packed: packed)
 
 
 class Tracer:
@@ -130,6 +106,7 @@ class Tracer:
         self.values = ValueLedger(self.operators, truth=truth, known_reads=known_reads)
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
+        self._saved = SavedTensors(root)
         self._busy = False
         self._sinks: set[Source] = set()
         self._unit_sinks: set[Source] = set()
@@ -147,8 +124,10 @@ class Tracer:
                 stack.enter_context(attributes(list(routed(units))))
                 stack.enter_context(self.operators)
                 stack.enter_context(self.values)
+                stack.enter_context(self._saved.hooks())
                 with self.values.paused():
                     batch = copy_tensors(batch)
+                    self._saved.ignore(t for t in leaves(batch) if isinstance(t, Tensor))
                 self._random.at(0)
                 result = step(batch)
                 with self.values.paused(), without_modes():
@@ -204,6 +183,9 @@ class Tracer:
             on_fakes=not self._real,
             notes=tuple(self.notes),
             read_values=self.values.read_values,
+            glue_saved=tuple(
+                self._saved.at(segment, in_unit=False) for segment in range(len(self.calls) + 1)
+            ),
         )
 
     # ------------------------------------------------------------------ one unit call
@@ -234,17 +216,16 @@ class Tracer:
             if not in_checkpoint:
                 self._random.at(index, 1)
             before = _tensor_attributes(module)
-            saved = _SavedBytes(module)
             flops = self.operators.flops
-            self._busy, self.operators.inside = True, index
+            self._busy, self.operators.inside, self._saved.in_unit = True, index, True
             try:
-                with saved.hooks():
-                    out, written = self._execute(name, module, original, arguments, structure)
+                out, written = self._execute(name, module, original, arguments, structure)
             finally:
-                self._busy, self.operators.inside = False, None
+                self._busy, self.operators.inside, self._saved.in_unit = False, None, False
             leaves, num_outputs, out_structure = self._outputs(
                 index, module, out, arguments, written, before
             )
+            saved = self._saved.at(index, in_unit=True)
             self.calls.append(
                 UnitCall(
                     index,
@@ -258,10 +239,11 @@ class Tracer:
                     flops=self.operators.flops - flops,
                     parameters=sum(p.numel() for p in module.parameters()),
                     parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
-                    activation_bytes=saved.total_bytes,
+                    activation_bytes=sum(num_bytes for _, num_bytes in saved),
+                    saved=saved,
                 )
             )
-            self.values.segment = len(self.calls)
+            self.values.segment = self._saved.position = len(self.calls)
             self._random.at(index, 2)
         return out
 

@@ -51,6 +51,9 @@ STEPS = {
 #: What Lightning itself keeps in a LightningModule.
 MODULE_SPACE = frozenset(vars(LightningModule())) | {"_metric_attributes"}
 
+#: The barrier between the hooks and checkpoints of the start and the run itself.
+RUN_STAGE = "run-stage"
+
 SubprocessLauncher = _SubprocessScriptLauncher
 optimizer_to_device = _optimizer_to_device
 optimizers_to_device = _optimizers_to_device
@@ -115,6 +118,16 @@ def set_device(module: torch.nn.Module, device: torch.device) -> None:
     for child in module.modules():
         if hasattr(child, "_device") and isinstance(child, LightningModule):
             child._device = device
+
+
+def evaluates_first(trainer: Trainer) -> bool:
+    """Whether `fit` begins with a sanity check."""
+    return (
+        trainer.state.fn == TrainerFn.FITTING
+        and trainer.num_sanity_val_steps > 0
+        and trainer.enable_validation
+        and not trainer.fit_loop.epoch_loop.val_loop.restarting
+    )
 
 
 def first_training_batch(trainer: Trainer) -> tuple[bool, Any]:

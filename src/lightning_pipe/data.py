@@ -159,6 +159,12 @@ class _SharedIterator(Iterator[Any]):
         return shared
 
 
+def share_random_state(ranks: Ranks, device: torch.device) -> None:
+    """Puts the generators of all ranks where those of the first are: hooks draw the same on all."""
+    if ranks.num_positions > 1:
+        _set_rng(device, broadcast_object(ranks, _get_rng(device), ranks.first_position))
+
+
 def _get_rng(device: torch.device) -> Any:
     return get_rng_state(device), random.getstate(), np.random.get_state()
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import _lightning as seam
-from lightning_pipe.data import SharedLoader
+from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.manners import (
@@ -170,7 +170,6 @@ class PipelineStrategy(PipelineProcesses):
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._postponed = False
         self._spread = None
         module, ranks = self._module, self._own_ranks
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -178,6 +177,7 @@ class PipelineStrategy(PipelineProcesses):
             refuse_training(module)
         self.model = self.precision_plugin.convert_module(module)
         share_initial_state(module, ranks)
+        share_random_state(ranks, self.root_device)
         self._pipeline = Pipeline(
             module,
             self._pipeline_layout,
@@ -190,8 +190,12 @@ class PipelineStrategy(PipelineProcesses):
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self._spread = SpreadModel(self._pipeline, self.optimizers if fitting else [])
-        if fitting:
-            self._cut_for_training(trainer)
+        # The first training step is cut when it comes, so no hook is called earlier than on one
+        # device. An evaluation or a checkpoint before it needs the weights in their places, unless
+        # all are in this process.
+        self._postponed = False
+        if fitting and ranks.num_positions == 1:
+            self._postpone()
         self.setup_precision_plugin()
         if fitting:
             seam.optimizers_to_device(self.optimizers, self.root_device)
@@ -213,11 +217,25 @@ class PipelineStrategy(PipelineProcesses):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
 
-    def _cut_for_training(self, trainer: Trainer) -> None:
-        found, batch = seam.first_training_batch(trainer)
-        if not found:
-            self.model_to_device()
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == seam.RUN_STAGE and seam.evaluates_first(self._module.trainer):
+            self._cut_for_training()
+
+    def _cut_for_training(self) -> None:
+        """Looks at the first batch and gives the weights to the ranks, unless this comes later."""
+        if self._passes_through or self._postponed or self._is_cut:
             return
+        trainer = self._module.trainer
+        with self._ending_all():
+            found, batch = seam.first_training_batch(trainer)
+            if found:
+                self._cut_on(trainer, batch)
+            else:
+                self._postpone()
+
+    def _cut_on(self, trainer: Trainer, batch: Any) -> None:
         with preserved(self.root_device.type):
             batch = seam.ready_batch(trainer, batch, self.root_device)
         args = (batch, 0) if seam.takes_batch_idx(self._module) else (batch,)
@@ -227,10 +245,13 @@ class PipelineStrategy(PipelineProcesses):
             except PipelineError:
                 raise
             except Exception:
-                # It may need what `on_fit_start` or `on_train_start` makes, and these come later:
-                # the first step is traced when it comes, and raises what it raises on one device.
-                self._postponed = True
-                self.model_to_device()
+                # It may need what `on_train_start` makes, and that comes later: the first step is
+                # traced when it comes, and raises what it raises on one device.
+                self._postpone()
+
+    def _postpone(self) -> None:
+        self._postponed = True
+        self.model_to_device()
 
     def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
         """Cuts the model on its first batch."""
@@ -256,16 +277,9 @@ class PipelineStrategy(PipelineProcesses):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._passes_through:
             return super().training_step(*args, **kwargs)
-        if self._postponed and not self._is_cut:
+        if not self._is_cut:
             with self._ending_all():
                 self._cut("training_step", args, training=True)
-        if not self._is_cut:
-            raise ConfigError(
-                f"{type(self._module).__name__}.training_step reads batches itself "
-                "(`dataloader_iter`): a pipeline splits each batch and needs it as an "
-                "argument. Take "
-                "`batch` instead, or train on one device without num_microbatches"
-            )
         output, stash = self._run("training_step", args, training=True)
         assert stash is not None
         if isinstance(output, Tensor):
@@ -363,6 +377,7 @@ class PipelineStrategy(PipelineProcesses):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._cut_for_training()  # first, so that the state of other ranks is never on the device
         if self._spread is None or not self._spread.has_optimizers:
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "home": {"torch"},
     "gradients": {"torch"},
     "data": {"torch", "lightning", "numpy"},
-    "tail": {"torch", "torchmetrics"},
+    "tail": {"torch", "torchmetrics", "numpy"},
     "work": {"torch"},
     "steps": {"torch"},
     "report": set(),

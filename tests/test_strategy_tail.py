@@ -4,6 +4,7 @@ left."""
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -265,3 +266,62 @@ def test_a_counter_in_the_glue_counts_steps():
     for result, found in run_ranks(2, _glue_state, {"virtual_stages": 2, "num_microbatches": 4}):
         assert found == calls
         lit.assert_equal([result], expected)
+
+
+class _Meter:
+    def __init__(self):
+        self.sum, self.count, self.calls = 0.0, 0, 0
+
+    def update(self, value, count):
+        self.sum += value * count
+        self.count += count
+        self.calls += 1
+
+
+class _State(lit.Lit):
+    """Keeps state in objects, nested containers and buffers, in itself and in a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.meter, self.history = _Meter(), {"loss": [], "rows": 0}
+        self.inner = torch.nn.Identity()
+        self.inner.meter = _Meter()
+        self.inner.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(()))
+        self.classes, self.sizes = Counter(), []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.count += 1
+        loss = F.cross_entropy(self.net(x) * (1 + self.average), y)  # the value before this step
+        self.average.data.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        self.inner.count.add_(len(x))
+        for meter in (self.meter, self.inner.meter):
+            meter.update(loss.item(), len(x))
+        self.history["loss"].append(loss.item())
+        self.history["rows"] += len(x)
+        self.classes.update(y.tolist())
+        self.sizes.append(float(len(x)))
+        return loss
+
+    def left(self):
+        meters = [vars(self.meter), vars(self.inner.meter)]
+        numbers = [v for meter in meters for v in meter.values()]
+        numbers += [*self.history["loss"], self.history["rows"], *self.sizes]
+        numbers += [count for _, count in sorted(self.classes.items())]
+        return [*numbers, *(buffer.item() for buffer in self.buffers())]
+
+
+def _state(strategy):
+    module = lit.seeded(_State)
+    trainer = lit.trainer(strategy, _world())
+    trainer.fit(module, DataLoader(lit.rows(36), batch_size=8))
+    return lit.outcome(module, trainer), module.left()
+
+
+def test_state_in_objects_containers_and_buffers_is_that_of_one_device_on_all_ranks():
+    expected, left = run_ranks(1, _state, None)[0]
+    for result, found in run_ranks(2, _state, {"num_microbatches": 3}):
+        lit.assert_equal([result], expected)
+        assert found == pytest.approx(left)

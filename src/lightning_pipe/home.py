@@ -12,16 +12,29 @@ from torch import nn
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.ownership import Ownership
 from lightning_pipe.split.program import StageProgram
+from lightning_pipe.split.trace import Trace
+from lightning_pipe.split.units import is_metric
+
+#: (module name, name, whether it is a buffer)
+Place = tuple[str, str, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class CutStep:
-    """A step of one batch structure, cut: stages (or, in evaluation, segments) and where they
-    are."""
+    """A step of one batch structure, cut.
+
+    Attributes:
+        cut: Its stages or, in evaluation, segments.
+        placement: Where they are.
+        changing: Attributes and buffers that the code between units changes.
+        watched: Buffers that it might.
+        programs: The stages of this rank.
+    """
 
     cut: StepCut
     placement: tuple[int, ...]
-    glue_attributes: frozenset[tuple[str, str]]
+    changing: frozenset[Place] = frozenset()
+    watched: frozenset[Place] = frozenset()
     programs: dict[int, StageProgram] = field(default_factory=dict)
 
 
@@ -79,3 +92,31 @@ def whole_as_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         ghosts.restore(values)
+
+
+def changing_places(trace: Trace) -> frozenset[Place]:
+    """What the code between units was seen to change."""
+    inside = tuple(name + "." for name in trace.unit_names)
+    attributes = {
+        (module, name, False)
+        for module, name in trace.changed_attributes
+        if not f"{module}.".startswith(inside)
+    }
+    buffers = {(*_split(name), True) for name in trace.glue_buffers}
+    return frozenset(attributes | buffers)
+
+
+def buffers_outside(module: nn.Module, trace: Trace) -> frozenset[Place]:
+    """Buffers that belong to no unit and no metric."""
+    inside = tuple(name + "." for name in trace.unit_names)
+    return frozenset(
+        (owner, name, True)
+        for owner, child in module.named_modules()
+        if not f"{owner}.".startswith(inside) and not is_metric(child)
+        for name in child._buffers
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    owner, _, last = name.rpartition(".")
+    return owner, last

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.gradients import GradientStash
-from lightning_pipe.home import CutStep, Home, whole_as_fakes
+from lightning_pipe.home import (
+    CutStep,
+    Home,
+    buffers_outside,
+    changing_places,
+    whole_as_fakes,
+)
 from lightning_pipe.layout import Layout, cut_step, make_plan
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
@@ -39,7 +45,6 @@ from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch,
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
-from lightning_pipe.tail.attributes import Attributes
 from lightning_pipe.work import Context, StageOfStep, StepRun
 
 
@@ -144,23 +149,15 @@ class Pipeline:
 
     def _trace(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Trace:
         step = getattr(self.module, name)
-        nested = Attributes(self.module)
-        nested.freeze()
-        try:
-            with torch.set_grad_enabled(training), self._context(name):
-                return self._trace_step(step, piece, rest)
-        finally:
-            nested.undo()  # lists inside of dicts, too, lose the fakes of the trace
-
-    def _trace_step(self, step: Callable[..., Any], piece: Any, rest: tuple[Any, ...]) -> Trace:
-        return trace_step(
-            self.module,
-            lambda batch: step(batch, *rest),
-            piece,
-            num_stages=self.layout.num_stages,
-            device_type=self.device.type,
-            like=None if self._home is None else self._home.cut.trace,
-        )
+        with torch.set_grad_enabled(training), self._context(name):
+            return trace_step(
+                self.module,
+                lambda batch: step(batch, *rest),
+                piece,
+                num_stages=self.layout.num_stages,
+                device_type=self.device.type,
+                like=None if self._home is None else self._home.cut.trace,
+            )
 
     def _agree(self, trace: Trace | None) -> None:
         """Refuses to start if the ranks did not see the same step; None where it raised."""
@@ -177,11 +174,12 @@ class Pipeline:
             )
 
     def _prepared(self, cut: StepCut, placement: tuple[int, ...]) -> CutStep:
-        inside = tuple(name + "." for name in cut.trace.unit_names)
-        glue = frozenset(
-            pair for pair in cut.trace.changed_attributes if not f"{pair[0]}.".startswith(inside)
+        prepared = CutStep(
+            cut,
+            placement,
+            changing_places(cut.trace),
+            buffers_outside(self.module, cut.trace),
         )
-        prepared = CutStep(cut, placement, glue)
         for stage, rank in enumerate(placement):
             if rank == self.ranks.position:
                 prepared.programs[stage] = StageProgram(
@@ -274,7 +272,7 @@ class Pipeline:
             loss_scale,
         )
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
-        self.tail.start(cuts[0].glue_attributes)
+        self.tail.start(cuts[0].watched, frozenset().union(*(cut.changing for cut in cuts)))
         stash = GradientStash(self._own_parameters, loss_scale) if training else None
         start_s = time.perf_counter()
         with stash.collect() if stash is not None else nullcontext():

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_pipe.split.nest import items, rebuilt
 
 
-def merge_values(values: Sequence[Any], rows: Sequence[int]) -> Any:
+def merge_values(values: Sequence[Any], rows: Sequence[int], *, extensive: bool = False) -> Any:
     """Merge what the micro-batches made into what the whole batch would have made.
 
         row-wise tensors and lists    one after the other
@@ -27,6 +27,7 @@ def merge_values(values: Sequence[Any], rows: Sequence[int]) -> Any:
     Args:
         values: What each micro-batch made, of one structure.
         rows: Rows of each micro-batch.
+        extensive: Numbers that are no counts are sums over rows too, not means.
 
     >>> merge_values([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
     tensor(2.)
@@ -35,13 +36,14 @@ def merge_values(values: Sequence[Any], rows: Sequence[int]) -> Any:
     if len(values) == 1:
         return first
     if all(isinstance(value, Tensor) for value in values):
-        return merge_tensors(values, rows)
+        return merge_tensors(values, rows, extensive=extensive)
     if all(isinstance(value, np.ndarray) for value in values):
-        return merge_tensors([torch.from_numpy(value) for value in values], rows).numpy()
+        arrays = [torch.from_numpy(value) for value in values]
+        return merge_tensors(arrays, rows, extensive=extensive).numpy()
     if all(isinstance(value, (bool, np.bool_)) for value in values):
         return first if len(set(values)) == 1 else list(values)
     if all(isinstance(value, (int, float, np.number)) for value in values):
-        return merge_numbers(values, rows)
+        return sum(values) if extensive else merge_numbers(values, rows)
     if any(type(value) is not type(first) for value in values):
         return list(values)
     if isinstance(first, (list, tuple)) and _are_row_lists(values, rows):
@@ -51,12 +53,16 @@ def merge_values(values: Sequence[Any], rows: Sequence[int]) -> Any:
     if keys[0] is None or any(other != keys[0] for other in keys):
         return _one_or_all(values)
     parts = [[item for _, item in pairs or ()] for pairs in found]
-    merged = iter([merge_values(column, rows) for column in zip(*parts, strict=True)])
+    merged = iter(
+        [merge_values(column, rows, extensive=extensive) for column in zip(*parts, strict=True)]
+    )
     return rebuilt(first, lambda _: next(merged))
 
 
-def merge_tensors(values: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Merge tensors: along their rows, as counts, or as means over the rows."""
+def merge_tensors(
+    values: Sequence[Tensor], rows: Sequence[int], *, extensive: bool = False
+) -> Tensor:
+    """Merge tensors: along their rows, as counts or other sums, or as means over the rows."""
     first = values[0]
     if first.dim() and all(
         value.dim() == first.dim() and value.shape[1:] == first.shape[1:] for value in values
@@ -68,6 +74,8 @@ def merge_tensors(values: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     if any(value.shape != first.shape for value in values):
         same_rest = first.dim() and all(value.shape[1:] == first.shape[1:] for value in values)
         return torch.cat(list(values)) if same_rest else first
+    if extensive and first.dtype is not torch.bool:
+        return torch.stack(list(values)).sum(0).to(first.dtype)
     if all(torch.equal(value, first) for value in values) and not _is_count(first):
         return first
     if _is_count(first):
@@ -96,6 +104,8 @@ def merge_numbers(values: Sequence[Any], rows: Sequence[int]) -> Any:
         counts_rows = list(values) == list(rows) and len(set(rows)) <= len(rows)
         if len(set(values)) == 1 and not counts_rows:
             return first
+        return sum(values)
+    if max(rows) > 1 and list(values) == list(rows):
         return sum(values)
     if all(value == first for value in values):
         return first

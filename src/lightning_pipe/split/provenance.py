@@ -78,6 +78,8 @@ class OperatorLedger(TorchDispatchMode):
         self.leaks: set[int] = set()
         self.written: set[ValueKey] = set()
         self.written_storages: set[int] = set()
+        #: storages that the glue wrote in place
+        self.glue_storages: set[int] = set()
         self.random_draws = 0
         self.value_reads = 0
         self.reading_modules: set[int] = set()
@@ -164,6 +166,7 @@ class OperatorLedger(TorchDispatchMode):
         written = mutated_arguments(func, args, kwargs)
         for tensor in written:
             self.write(tensor, sources)
+            self.glue_storages.add(storage_key(tensor))
         ids = {id(t) for t in written}
         for tensor in tensors(out):
             if id(tensor) not in ids:

@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.split._fake import is_fake
+from lightning_pipe.split._fake import is_fake, storage_key
+from lightning_pipe.split.frozen import Frozen, holds_fake, is_data, same_plain
 from lightning_pipe.split.units import is_metric
 
 _STRUCTURE = frozenset({"_parameters", "_modules", "_buffers"})
 _PATCHES = frozenset({"forward", "_call_impl", "log", "update", "compute"})
-_CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
-
-
-def _copied(value: Any) -> Any:
-    """Copy a built-in container one level deep; anything else is remembered as the object
-    itself."""
-    return value.copy() if type(value) in _CONTAINERS else value
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(content)
-    else:
-        container.update(content)
-
-
-def _same(value: Any, before: Any, content: Any) -> bool:
-    """Tell whether an attribute still is what it was; containers are compared element by
-    identity."""
-    if value is not before:
-        plain = isinstance(value, (int, float, str, bool, type(None)))
-        return plain and type(value) is type(before) and bool(value == before)
-    if isinstance(value, dict) and type(value) in _CONTAINERS:
-        return list(value) == list(content) and all(value[k] is content[k] for k in value)
-    if type(value) in (list, deque):
-        return len(value) == len(content) and all(
-            a is b for a, b in zip(value, content, strict=True)
-        )
-    if type(value) is set:
-        return bool(value == content)
-    return True
-
-
-def holds_fake(value: Any) -> bool:
-    """Tell whether ``value`` is a fake tensor or a built-in container that holds one."""
-    if isinstance(value, Tensor):
-        return is_fake(value)
-    if isinstance(value, dict):
-        return any(holds_fake(item) for item in value.values())
-    if isinstance(value, (list, tuple, set, deque)):
-        return any(holds_fake(item) for item in value)
-    return False
 
 
 class Snapshot:
@@ -67,49 +24,68 @@ class Snapshot:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules: list[tuple[str, nn.Module, dict[str, tuple[Any, Any]]]] = []
+        self._modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Frozen]]] = []
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, Tensor | None]] = []
+        memo: dict[int, Any] = {}
         for name, module in root.named_modules():
             if is_metric(module):
                 continue
-            state = {
-                key: (value, _copied(value))
-                for key, value in vars(module).items()
-                if key not in _STRUCTURE
+            state = {key: value for key, value in vars(module).items() if key not in _STRUCTURE}
+            frozen = {
+                key: Frozen(value, all_data=True, memo=memo)
+                for key, value in state.items()
+                if is_data(value) and id(value) not in memo
             }
-            self._modules.append((name, module, state))
+            self._modules.append((name, module, state, frozen))
             for key, buffer in module._buffers.items():
                 copy = buffer.detach().clone() if isinstance(buffer, Tensor) else None
                 full = f"{name}.{key}" if name else key
                 self._buffers.append((full, module, key, buffer, copy))
 
-    def changed_attributes(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield (module name, attribute, value now) of everything that is not what it was."""
-        for name, module, state in self._modules:
+    def changed_attributes(
+        self, written: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[str, str, Any]]:
+        """Yield (module name, attribute, value now) of everything that is not what it was.
+
+        Args:
+            written: Storages that were written; a fake that is written into a tensor leaves no
+                other mark.
+        """
+        for name, module, state, frozen in self._modules:
             for key, value in vars(module).items():
                 if key in _STRUCTURE or key in _PATCHES or key.startswith("_forward_"):
                     continue
-                if key not in state or not _same(value, *state[key]):
+                if key not in state:
+                    yield name, key, value
+                elif value is not state[key]:
+                    if not same_plain(value, state[key]):
+                        yield name, key, value
+                elif key in frozen and frozen[key].differs(written):
                     yield name, key, value
 
-    def changed_buffers(self) -> Iterator[str]:
-        """Yield the names of buffers that were replaced by another tensor or written in place."""
+    def changed_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield (name, tensor now) of buffers that were replaced or written in place."""
         for name, module, key, buffer, copy in self._buffers:
             now = module._buffers.get(key)
             written = buffer is not None and copy is not None and not torch.equal(buffer, copy)
             if now is not buffer or written:
-                yield name
+                yield name, now
+
+    def buffers_in(self, storages: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the buffers whose data is in one of these storages."""
+        for name, _, _, buffer, _ in self._buffers:
+            if buffer is not None and storage_key(buffer) in storages:
+                yield name, buffer
 
     def restore(self) -> None:
         """Put every attribute, container content and buffer value back."""
-        for _, module, state in self._modules:
+        for _, module, state, frozen in self._modules:
             space = vars(module)
             for key in [k for k in space if k not in state and k not in _STRUCTURE]:
                 del space[key]
-            for key, (value, content) in state.items():
-                space[key] = value
-                if type(value) in _CONTAINERS:
-                    _refill(value, content)
+            space.update(state)
+            for kept in frozen.values():
+                kept.thaw()
         for _, module, key, buffer, copy in self._buffers:
             module._buffers[key] = buffer
             if isinstance(buffer, Tensor) and copy is not None and not is_fake(buffer):
@@ -126,21 +102,24 @@ class AttributeKeeper:
     """
 
     def __init__(self, root: nn.Module, names: frozenset[tuple[str, str]]) -> None:
-        self._saved: list[tuple[dict[str, Any], str, bool, Any, Any]] = []
+        self._saved: list[tuple[dict[str, Any], str, bool, Any, Frozen | None]] = []
+        memo: dict[int, Any] = {}
         for module_name, key in sorted(names):
             space = vars(root.get_submodule(module_name))
             value = space.get(key)
-            self._saved.append((space, key, key in space, value, _copied(value)))
+            open_up = is_data(value) and id(value) not in memo
+            frozen = Frozen(value, all_data=True, memo=memo) if open_up else None
+            self._saved.append((space, key, key in space, value, frozen))
 
     def restore(self, *, only_fakes: bool = False) -> None:
         """Put the attributes back; with ``only_fakes`` only those that hold a tensor without data
         now."""
-        for space, key, existed, value, content in self._saved:
+        for space, key, existed, value, frozen in self._saved:
             if only_fakes and not holds_fake(space.get(key)):
                 continue
             if not existed:
                 space.pop(key, None)
                 continue
             space[key] = value
-            if type(value) in _CONTAINERS:
-                _refill(value, content)
+            if frozen is not None:
+                frozen.thaw()

@@ -173,6 +173,8 @@ class Trace:
     glue_reads_by_unit: Mapping[str, frozenset[str]] = field(default_factory=dict)
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     changed_buffers: frozenset[str] = frozenset()
+    #: those that the code between units changes: of modules around units, or written from outside
+    glue_buffers: frozenset[str] = frozenset()
     ghost_attributes: frozenset[tuple[str, str]] = frozenset()
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     training: bool = True

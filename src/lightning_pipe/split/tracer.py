@@ -26,12 +26,13 @@ from lightning_pipe.split._fake import (
     is_fake,
     without_modes,
 )
+from lightning_pipe.split.frozen import contents, holds_fake
 from lightning_pipe.split.nest import copy_tensors, leaves
 from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.rng import KeyedRandom
 from lightning_pipe.split.saved import SavedTensors
-from lightning_pipe.split.snapshot import Snapshot, holds_fake
+from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.trace import (
     Alias,
     Constant,
@@ -152,12 +153,20 @@ class Tracer:
             self.operators.note_leak(tensor)
 
     def _finish(self, snapshot: Snapshot) -> Trace:
-        changed, ghosts = set(), set()
-        for module, attribute, value in snapshot.changed_attributes():
+        changed, ghosts, buffers = set(), set(), {}
+        written = frozenset(self.operators.glue_storages)
+        for module, attribute, value in snapshot.changed_attributes(written):
             changed.add((module, attribute))
-            self._sink(_contents(value))
+            self._sink(contents(value))
             if holds_fake(value):
                 ghosts.add((module, attribute))
+        inside = tuple(f"{call.unit}." for call in self.calls)
+        for name, buffer in snapshot.changed_buffers():
+            buffers[name] = not name.startswith(inside)
+            self._sink(buffer if buffers[name] else None)
+        for name, buffer in snapshot.buffers_in(written):
+            buffers[name] = True
+            self._sink(buffer)
         self.values.close()
         for segment, sources, _ in self.values.reads:
             if segment == len(self.calls):
@@ -176,7 +185,8 @@ class Tracer:
             glue_parameters=frozenset(self.operators.glue_parameters),
             glue_reads_by_unit=reads,
             changed_attributes=frozenset(changed),
-            changed_buffers=frozenset(snapshot.changed_buffers()),
+            changed_buffers=frozenset(buffers),
+            glue_buffers=frozenset(name for name, by_glue in buffers.items() if by_glue),
             ghost_attributes=frozenset(ghosts),
             parameters=self._all_names,
             training=torch.is_grad_enabled(),
@@ -374,10 +384,6 @@ def _frames() -> Iterator[Any]:
     while frame is not None:
         yield frame
         frame = frame.f_back  # type: ignore[assignment]
-
-
-def _contents(value: Any) -> Any:
-    return list(value) if isinstance(value, set) else value
 
 
 def _versions(values: list[Any]) -> list[int | None]:

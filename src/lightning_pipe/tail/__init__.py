@@ -1,6 +1,6 @@
 """The tail of a step, what follows its last unit, runs on the last stage only. This carries all
-that it leaves behind to the other ranks: the step's output, logged values, metric states and plain
-attributes.
+that it leaves behind to the other ranks: the step's output, logged values, metric states,
+attributes and buffers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_pipe.split.microbatch import merge_values
 from lightning_pipe.split.patching import attributes as patched
 from lightning_pipe.split.tree import map_tensors
-from lightning_pipe.tail.attributes import Attributes, Change
-from lightning_pipe.tail.kinds import Kinds
+from lightning_pipe.tail.attributes import Attributes, Place
+from lightning_pipe.tail.changes import Change
 from lightning_pipe.tail.logs import LogCall, LogTape, MetricReference
 from lightning_pipe.tail.metrics import MetricState, MetricTape
 
@@ -28,7 +28,7 @@ class Traces:
     output: Any
     logs: Sequence[LogCall]
     metrics: Mapping[int, MetricState]
-    attributes: Mapping[tuple[str, str], Change]
+    attributes: Mapping[Place, Change]
 
     def without_output(self) -> Traces:
         """The same for ranks that need not know what the step returned."""
@@ -47,19 +47,19 @@ class Tail:
         self._outputs: list[Any] = []
         self._metrics = MetricTape(root)
         self._logs = LogTape(self._metrics.index_of)
-        self._kinds = Kinds(type(root))
-        self._attributes = Attributes(root, kinds=self._kinds)
+        self._attributes = Attributes(root)
 
-    def start(self, changed: Iterable[tuple[str, str]]) -> None:
+    def start(self, watched: Iterable[Place], changing: Iterable[Place] = ()) -> None:
         """Begins a step.
 
         Args:
-            changed: (module name, attribute) of what its trace saw change outside units.
+            watched: Buffers outside of units, besides the module's own.
+            changing: Attributes and buffers that its trace saw change outside of units.
         """
         self._outputs = []
         self._metrics.start()
         self._logs.start()
-        self._attributes = Attributes(self._root, changed, self._kinds)
+        self._attributes = Attributes(self._root, watched, changing)
         self._attributes.freeze()
 
     def find_metrics(self) -> None:

@@ -10,20 +10,36 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
 
-_EXTENSIVE = frozenset({"sum", "len", "size", "shape", "numel", "count_nonzero"})
+_SUMS = frozenset({"sum", "nansum", "count_nonzero"})
+_SAME = frozenset(
+    ("item", "detach", "cpu", "float", "double", "int", "long", "to", "numpy", "tolist", "clone")
+) | {"tensor", "as_tensor"}
+_ADDS = frozenset({"append", "extend", "appendleft", "add"})
+_MAX_DEPTH = 6
 
 
 class Kind(Enum):
-    """What is added to an attribute in a step."""
+    """What a step does to an attribute."""
 
-    COUNT = "a constant, once per step"
-    SUM = "a sum over rows"
-    MEAN = "something that may be a mean over rows"
-    SET = "nothing: it is set"
+    COUNT = "adds a constant, once per step"
+    SUM = "adds a sum over rows"
+    MEAN = "adds something that may be a mean over rows"
+    SET_SUM = "sets it to a sum over rows, or appends one"
+    SET = "sets it"
     UNKNOWN = "there is no source to read"
+
+
+_PRIORITY = (Kind.SUM, Kind.MEAN, Kind.COUNT, Kind.SET_SUM)
+_ANY = object()  # a subscript that is no constant
+
+Path = tuple[Any, ...]
 
 
 class Kinds:
@@ -38,16 +54,26 @@ class Kinds:
     """
 
     def __init__(self, cls: type) -> None:
-        self._found: dict[str, set[Kind]] = {}
+        self._found: dict[tuple[Path, bool], set[Kind]] = {}
         self._has_source = True
         for part in cls.__mro__:
-            if part.__module__.split(".")[0] not in ("torch", "lightning", "builtins"):
+            package = part.__module__.split(".")[0]
+            if package not in ("torch", "lightning") and package not in sys.stdlib_module_names:
                 self._read(part)
 
-    def of(self, attribute: str) -> Kind:
-        """The kind of one attribute."""
-        found = self._found.get(attribute, set())
-        for kind in (Kind.SUM, Kind.MEAN, Kind.COUNT):
+    def of(self, attribute: str, *keys: Any, appended: bool = False) -> Kind:
+        """The kind of one attribute, or of an entry of it.
+
+        Args:
+            attribute: Its name.
+            keys: The way from there into dicts and lists.
+            appended: What is appended there, not what is set or added.
+        """
+        found: set[Kind] = set()
+        for (path, appends), kinds in self._found.items():
+            if appends == appended and _fits(path, (attribute, *keys)):
+                found |= kinds
+        for kind in _PRIORITY:
             if kind in found:
                 return kind
         return Kind.SET if self._has_source else Kind.UNKNOWN
@@ -58,30 +84,150 @@ class Kinds:
         except (OSError, TypeError, SyntaxError):
             self._has_source = False
             return
-        for node in ast.walk(tree):
+        for function in ast.walk(tree):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self._read_function(function)
+
+    def _read_function(self, function: ast.AST) -> None:
+        nodes = list(ast.walk(function))
+        names = {
+            node.targets[0].id: node.value
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in nodes:
             if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub)):
-                self._note(node.target, node.value)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
-                target, terms = node.targets[0], [node.value.left, node.value.right]
-                same = [term for term in terms if ast.unparse(term) == ast.unparse(target)]
-                if same and isinstance(node.value.op, (ast.Add, ast.Sub)):
-                    self._note(target, next((t for t in terms if t is not same[0]), same[0]))
+                self._note_sum(node.target, node.value, names)
+            elif isinstance(node, ast.Assign):
+                self._read_assignment(node, names)
+            elif isinstance(node, ast.Call) and _name(node.func) in _ADDS and node.args:
+                appended_to = getattr(node.func, "value", node.func)
+                self._note_set(appended_to, node.args[0], names, appended=True)
 
-    def _note(self, target: ast.expr, value: ast.expr) -> None:
-        while isinstance(target, ast.Subscript):
-            target = target.value
+    def _read_assignment(self, node: ast.Assign, names: Mapping[str, ast.expr]) -> None:
+        target, value = node.targets[0], node.value
+        if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+            terms = [value.left, value.right]
+            same = [term for term in terms if ast.unparse(term) == ast.unparse(target)]
+            if same:
+                other = next((term for term in terms if term is not same[0]), same[0])
+                self._note_sum(target, other, names)
+                return
+        self._note_set(target, value, names)
+
+    def _note_sum(self, target: ast.expr, value: ast.expr, names: Mapping[str, ast.expr]) -> None:
+        self._note(target, Kind.SUM if _is_product(value) else _kind(value, names))
+
+    def _note_set(
+        self,
+        target: ast.expr,
+        value: ast.expr,
+        names: Mapping[str, ast.expr],
+        *,
+        appended: bool = False,
+    ) -> None:
+        if _kind(value, names) is Kind.SUM:
+            self._note(target, Kind.SET_SUM, appended)
+
+    def _note(self, target: ast.expr, kind: Kind, appended: bool = False) -> None:
+        keys: list[Any] = []
+        while isinstance(target, ast.Subscript) or _is_lookup(target):
+            if isinstance(target, ast.Subscript):
+                key, target = target.slice, target.value
+            else:
+                assert isinstance(target, ast.Call)
+                assert isinstance(target.func, ast.Attribute)
+                key, target = target.args[0], target.func.value
+            keys.insert(0, getattr(key, "value", _ANY))
         if isinstance(target, ast.Attribute):
-            self._found.setdefault(target.attr, set()).add(_kind(value))
+            path = (target.attr, *keys)
+            self._found.setdefault((path, appended), set()).add(kind)
 
 
-def _kind(value: ast.expr) -> Kind:
+def _is_lookup(value: ast.expr) -> bool:
+    """Whether this is `x.setdefault(key, ...)` or `x.get(key)`."""
+    is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return is_call and _name(value.func) in ("setdefault", "get") and bool(value.args)  # type: ignore[attr-defined]
+
+
+def _fits(path: Path, place: Path) -> bool:
+    return len(path) == len(place) and all(
+        known is _ANY or known == key for known, key in zip(path, place, strict=True)
+    )
+
+
+_KNOWN: WeakKeyDictionary[type, Kinds] = WeakKeyDictionary()
+
+
+def kinds_of(cls: type) -> Kinds:
+    """The kinds of a class, read once."""
+    if cls not in _KNOWN:
+        _KNOWN[cls] = Kinds(cls)
+    return _KNOWN[cls]
+
+
+def _kind(value: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> Kind:
+    """What an expression is, from the outside in: the mean of a sum is a mean."""
+    if depth > _MAX_DEPTH:
+        return Kind.MEAN
     if isinstance(value, ast.Constant):
         return Kind.COUNT
-    for node in ast.walk(value):
-        name = getattr(node, "attr", getattr(node, "id", ""))
-        product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-        if name in _EXTENSIVE:
-            return Kind.SUM
-        if product and not any(isinstance(n, ast.Constant) for n in (node.left, node.right)):  # type: ignore[attr-defined]
-            return Kind.SUM
+    if isinstance(value, ast.Name) and value.id in names:
+        return _kind(names[value.id], names, depth + 1)
+    if isinstance(value, ast.BinOp):
+        return _kind_of_operation(value, names, depth + 1)
+    if isinstance(value, ast.UnaryOp):
+        return _kind(value.operand, names, depth + 1)
+    if isinstance(value, ast.Subscript) and getattr(value.value, "attr", "") == "shape":
+        return Kind.SUM if ast.unparse(value.slice) == "0" else Kind.COUNT
+    if isinstance(value, ast.Call):
+        return _kind_of_call(value, names, depth + 1)
     return Kind.MEAN
+
+
+def _kind_of_operation(value: ast.BinOp, names: Mapping[str, ast.expr], depth: int) -> Kind:
+    kinds = [_kind(part, names, depth) for part in (value.left, value.right)]
+    if isinstance(value.op, (ast.Div, ast.FloorDiv)):
+        return Kind.SUM if kinds[0] is Kind.SUM and kinds[1] is not Kind.SUM else Kind.MEAN
+    if all(kind is Kind.COUNT for kind in kinds):
+        return Kind.COUNT
+    return Kind.SUM if Kind.SUM in kinds else Kind.MEAN
+
+
+def _kind_of_call(value: ast.Call, names: Mapping[str, ast.expr], depth: int) -> Kind:
+    function, name = value.func, _name(value.func)
+    arguments = [*value.args, *(keyword.value for keyword in value.keywords)]
+    given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in value.keywords}
+    if given.get("reduction") == "sum" or name in ("len", "numel"):
+        return Kind.SUM
+    if name in _SUMS:
+        is_method = isinstance(function, ast.Attribute) and _is_value(function.value)
+        over_rows = len(arguments) <= (not is_method) or ast.unparse(arguments[-1]) == "0"
+        is_torch = isinstance(function, ast.Attribute)
+        return Kind.SUM if over_rows and is_torch else Kind.MEAN
+    if name == "size":
+        return Kind.SUM if arguments and ast.unparse(arguments[0]) == "0" else Kind.COUNT
+    if name in _SAME and isinstance(function, ast.Attribute):
+        return _kind(function.value, names, depth)
+    if name in _SAME and value.args:
+        return _kind(value.args[0], names, depth)
+    return Kind.MEAN
+
+
+def _name(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _is_value(receiver: ast.expr) -> bool:
+    return not (isinstance(receiver, ast.Name) and receiver.id in ("torch", "F", "np", "math"))
+
+
+def _is_product(value: ast.expr) -> bool:
+    """Whether something is multiplied by something: by the rows, most likely, before it is
+    added."""
+    if isinstance(value, ast.Call):
+        inner = [value.func.value] if isinstance(value.func, ast.Attribute) else value.args[:1]
+        return _name(value.func) in _SAME and any(map(_is_product, inner))
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
+        return False
+    return not any(isinstance(part, ast.Constant) for part in (value.left, value.right))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from _lightning_pipe_autoload import listen
 
 if TYPE_CHECKING:
+    from lightning_pipe.callbacks import EffectiveBatchRescaler, PipelineProgress
     from lightning_pipe.errors import (
         BatchError,
         CheckpointError,
@@ -38,9 +39,11 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CutError",
+    "EffectiveBatchRescaler",
     "Op",
     "PeerError",
     "PipelineError",
+    "PipelineProgress",
     "PipelineStrategy",
     "Plan",
     "PlanError",
@@ -55,7 +58,9 @@ __all__ = [
 _HOMES = {
     "SCHEDULES": "planning.schedules",
     "Action": "planning.ir",
+    "EffectiveBatchRescaler": "callbacks",
     "Op": "planning.ir",
+    "PipelineProgress": "callbacks",
     "PipelineStrategy": "strategy",
     "Plan": "planning.plan",
     "Schedule": "planning.ir",

@@ -1,5 +1,6 @@
-"""Callbacks that show what a pipeline does; they read the strategy's plan and timeline."""
+"""Callbacks that show what a pipeline does and keep training the same when its sizes change."""
 
+from lightning_pipe.callbacks.effective_batch import EffectiveBatchRescaler
 from lightning_pipe.callbacks.progress import PipelineProgress
 
-__all__ = ["PipelineProgress"]
+__all__ = ["EffectiveBatchRescaler", "PipelineProgress"]

@@ -70,6 +70,10 @@ class LinkCosts:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
+FREE = LinkCosts()
+"""A link that costs nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
     """One unit call and one micro-batch; what ``StageCosts`` is made of.

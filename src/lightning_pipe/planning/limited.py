@@ -14,10 +14,12 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.balance import partition
 from lightning_pipe.planning.profile import prefix_sums
 
-__all__ = ["best_cuts", "smallest_peak"]
+__all__ = ["PartSize", "best_cuts", "smallest_peak"]
 
 PartCost = Callable[[int, int, int], float]
 """(part, start, end) -> what the part pays beside its units."""
+PartSize = Callable[[int, int, int], float]
+"""(part, start, end) -> bytes that the part holds; never fewer with a larger end."""
 PartAllowed = Callable[[int, int, int], bool]
 """(part, start, end) -> whether the part may be so; once not, then neither with a larger end."""
 
@@ -138,9 +140,7 @@ def _evenest(problem: _Problem, limit: float) -> tuple[int, ...]:
     return tuple(reversed(starts))
 
 
-def smallest_peak(
-    num_units: int, num_parts: int, size: Callable[[int, int, int], float]
-) -> tuple[int, ...]:
+def smallest_peak(num_units: int, num_parts: int, size: PartSize) -> tuple[int, ...]:
     """Cuts so that the largest part is as small as possible, whatever a size is.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_pipe.errors import PlanError
 
-__all__ = ["Plan", "StagePlan", "format_bytes", "format_count"]
+__all__ = ["Plan", "Prediction", "StagePlan", "columns", "format_bytes", "format_count"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,39 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step is expected to take.
+
+    Args:
+        step_s: Seconds of a step; None where only FLOPs are known, and no clock.
+        bubble_fraction: Idle share of it, mean over the ranks.
+        fill_drain_fraction: Of the step: filling and draining the pipeline.
+        imbalance_fraction: Of the step: unequal stages.
+        communication_fraction: Of the step: waiting for transfers.
+        peak_bytes: What each rank holds at its peak.
+        basis: Where the seconds are from.
+    """
+
+    step_s: float | None
+    bubble_fraction: float
+    fill_drain_fraction: float
+    imbalance_fraction: float
+    communication_fraction: float
+    peak_bytes: tuple[int, ...]
+    basis: str
+
+    def describe(self) -> str:
+        """One line."""
+        step = "" if self.step_s is None else f"step {format_seconds(self.step_s)}, "
+        return (
+            f"predicted: {step}idle {self.bubble_fraction:.1%} (fill and drain "
+            f"{self.fill_drain_fraction:.1%}, imbalance {self.imbalance_fraction:.1%}, "
+            f"communication {self.communication_fraction:.1%}), fullest rank "
+            f"{format_bytes(max(self.peak_bytes, default=0))}; {self.basis}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How a model is spread over a pipeline.
 
@@ -57,6 +90,8 @@ class Plan:
         balance: What the cut evens out (``"flops"``, ``"parameters"``, ...).
         ideal_bubble_fraction: Idle share of the schedule with equal stages, 0 to 1.
         notes: What the user should know, a sentence each.
+        checkpointing: Whether units keep their inputs only and run again for the backward.
+        prediction: What a step is expected to take, where that is known.
     """
 
     stages: tuple[StagePlan, ...]
@@ -67,6 +102,13 @@ class Plan:
     balance: str
     ideal_bubble_fraction: float
     notes: tuple[str, ...] = ()
+    checkpointing: bool = False
+    prediction: Prediction | None = None
+
+    @property
+    def unit_counts(self) -> tuple[int, ...]:
+        """Unit calls of each stage."""
+        return tuple(stage.num_units for stage in self.stages)
 
     @property
     def imbalance(self) -> float:
@@ -110,13 +152,17 @@ class Plan:
             f"{self.ideal_bubble_fraction:.1%}"
         )
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([summary, *_columns(self.table_rows(), left=3), *notes])
+        if self.prediction is not None:
+            notes.insert(0, self.prediction.describe())
+        return "\n".join([summary, *columns(self.table_rows(), left=3), *notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, ready for YAML or JSON."""
         values = asdict(self)
         for stage in values["stages"]:
             stage["replicated_parameters"] = list(stage["replicated_parameters"])
+        if values["prediction"] is not None:
+            values["prediction"]["peak_bytes"] = list(values["prediction"]["peak_bytes"])
         return {**values, "stages": list(values["stages"]), "notes": list(self.notes)}
 
     @classmethod
@@ -133,7 +179,27 @@ class Plan:
             replicated = tuple(entry.get("replicated_parameters", ()))
             stages.append(StagePlan(**{**entry, "replicated_parameters": replicated}))
         notes = tuple(values.get("notes", ()))
-        return cls(**{**values, "stages": tuple(stages), "notes": notes})
+        prediction = values.get("prediction")
+        if prediction is not None:
+            _check_fields(Prediction, prediction)
+            peaks = tuple(prediction["peak_bytes"])
+            prediction = Prediction(**{**prediction, "peak_bytes": peaks})
+        made = {"stages": tuple(stages), "notes": notes, "prediction": prediction}
+        return cls(**{**values, **made})
+
+
+_OPTIONAL = {"notes", "replicated_parameters", "checkpointing", "prediction"}
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(3e-5)
+    ('12.3 ms', '2.50 s', '0.03 ms')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -162,7 +228,7 @@ def format_count(count: float) -> str:
     return f"{count:.1f} {unit}" if unit else f"{count:.0f}"
 
 
-def _columns(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], *, left: int = -1) -> list[str]:
     """Lines with aligned columns; column ``left`` is flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -174,9 +240,11 @@ def _columns(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     ]
 
 
-def _check_fields(kind: type[Plan] | type[StagePlan], values: Mapping[str, Any]) -> None:
+def _check_fields(kind: Any, values: Mapping[str, Any]) -> None:
+    if not isinstance(values, Mapping):
+        raise PlanError(f"the plan cannot be read: {kind.__name__} is {values!r}")
     known = {field.name for field in fields(kind)}
-    missing = sorted(known - set(values) - {"notes", "replicated_parameters"})
+    missing = sorted(known - set(values) - _OPTIONAL)
     unknown = sorted(set(values) - known)
     if missing or unknown:
         raise PlanError(

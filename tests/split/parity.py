@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_pipe.planning.balance import partition
 from lightning_pipe.split.analyse import trace_step
-from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.program import StageProgram, StepResult
-from lightning_pipe.split.tree import map_tensors
+from lightning_pipe.split.tree import map_tensors, tensors
 
 MICROBATCHES = 2
 
@@ -76,6 +76,8 @@ def compare(
     for stage in range(num_stages):
         case = build()
         case.module.load_state_dict(start_state)
+        if any("installs hooks" in note for note in trace.notes):  # each rank has its own trace
+            trace_step(case.module, case.loss, piece(case.batch, 0), num_stages=num_stages)
         Ownership(case.module, held[stage]).drop_foreign()
         cases.append(case)
     programs = [StageProgram(cut, s, case.module) for s, case in enumerate(cases)]
@@ -86,6 +88,44 @@ def compare(
         _buffers(reference, cases, cut),
         cut,
     )
+
+
+def evaluate(
+    build: Callable[[], Case],
+    step: Callable[[Case, Any], Any],
+    num_stages: int,
+    starts: Callable[[int], Sequence[int]] | None = None,
+) -> float:
+    """Lay an evaluation step over the stages of the training step; its error to a plain call."""
+    case = build()
+    train = trace_step(case.module, case.loss, piece(case.batch, 0), num_stages=num_stages)
+    if starts is None:
+        chosen = partition([call.parameters + 1 for call in train.calls], num_stages)
+    else:
+        chosen = tuple(starts(len(train.calls)))
+    stages = place(train, chosen)
+    homes: dict[str, set[int]] = {}
+    for call in train.calls:
+        homes.setdefault(call.unit, set()).add(stages[call.index])
+    held = parameters_of_stages(case.module, StepCut(train, stages))
+    case.module.eval()
+    with torch.no_grad():
+        expected = step(case, case.batch)
+        trace = trace_step(
+            case.module, lambda b: step(case, b), case.batch, num_stages=num_stages, like=train
+        )
+        segments = place_like(trace, homes, num_stages=num_stages)
+        cut = StepCut(trace, segments.segment_of_call, num_stages=len(segments.home))
+        values: Any = ()
+        for segment, home in enumerate(segments.home):
+            stage = build()
+            stage.module.eval()
+            Ownership(stage.module, held[home]).drop_foreign()
+            program = StageProgram(cut, segment, stage.module)
+            values = program.run(lambda stage=stage: step(stage, stage.batch), values, key=1)
+    assert isinstance(values, StepResult)
+    pairs = zip(tensors(expected), tensors(values.value), strict=True)
+    return max(float((a - b).abs().max() / (a.abs().max() + 1e-12)) for a, b in pairs)
 
 
 def _run(cases: list[Case], programs: list[StageProgram]) -> list[float]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -198,6 +200,12 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def inside_transform() -> bool:
+    """Tell whether ``vmap``, ``grad``, ``jvp`` or forward-mode differentiation is at work here:
+    tensors then carry more than their data."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 @contextmanager
 def function_mode_off(active: bool) -> Iterator[None]:
     """Pop the topmost torch-function mode: the inside of an owned unit runs at full speed."""
@@ -252,6 +260,7 @@ __all__ = [
     "empty_fake",
     "function_mode_off",
     "inside_step",
+    "inside_transform",
     "is_fake",
     "is_foreign",
     "mutated_arguments",

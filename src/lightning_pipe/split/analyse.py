@@ -14,10 +14,11 @@ from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
+from lightning_pipe.split.callers import KeepWhole
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.trace import Trace
-from lightning_pipe.split.tracer import KeepWhole, Tracer
+from lightning_pipe.split.tracer import Tracer
 from lightning_pipe.split.units import find_units, has_blocks, num_parameters
 
 _MAX_ROUNDS = 40
@@ -35,6 +36,7 @@ class _Search:
         self.known_reads = dict(like.read_values) if like else {}
         self.real = False
         self.truth = False
+        self.pinned: set[str] = set(like.pinned) if like else set()
         self.notes: list[str] = []
         self.modules = dict(root.named_modules(remove_duplicate=False))
         self.names = {id(m): n for n, m in self.modules.items()}
@@ -145,6 +147,7 @@ def _search(
                 trace.notes = (*search.notes, *trace.notes)
                 trace.keep_whole = frozenset(search.keep_whole)
                 trace.open_up = frozenset(search.open_up)
+                trace.pinned = frozenset(search.pinned)
                 trace.read_values = {**search.known_reads, **trace.read_values}
                 return trace
     raise CutError(f"the step cannot be traced in {_MAX_ROUNDS} rounds: {'; '.join(search.notes)}")
@@ -164,10 +167,12 @@ def _attempt(
         key=key,
         truth=search.truth,
         known_reads=search.known_reads,
+        pinned=search.pinned,
     )
     try:
         trace = tracer.run(step, batch)
     except Exception as error:
+        search.pinned |= tracer.values.failed
         _mend(search, units, tracer, error)
         return None
     again = (

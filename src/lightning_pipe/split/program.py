@@ -27,6 +27,7 @@ from lightning_pipe.split._fake import (
     taint,
 )
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
 from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.rng import KeyedRandom, preserved
@@ -220,6 +221,8 @@ class _Run:
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 if program._needs_mode:
+                    modules = [module for module, _ in units]
+                    stack.enter_context(attributes(list(opened_encoders(program._root, modules))))
                     stack.enter_context(_Glue(self))
                 self.random.at(0)
                 value = step()

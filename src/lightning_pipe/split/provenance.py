@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -204,6 +204,10 @@ _BINARY = frozenset(
 )
 
 
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
 def function_name(func: Any) -> str:
     """Name a torch function so that ``a + b``, ``b.__radd__(a)`` and ``a += b`` have one name."""
     name = str(getattr(func, "__name__", func)).strip("_")
@@ -218,6 +222,7 @@ class ValueLedger(TorchFunctionMode):
         truth: What a condition on a fake is taken for, until the end of the step shows that no unit
             call depends on it.
         known_reads: What an earlier trace, with real values, read at each place.
+        pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
     """
 
     def __init__(
@@ -226,9 +231,11 @@ class ValueLedger(TorchFunctionMode):
         *,
         truth: bool = False,
         known_reads: Mapping[tuple[int, int], Any] | None = None,
+        pinned: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
         self._operators = operators
+        self._pinned = pinned
         self._truth = truth
         self._known_reads = known_reads or {}
         self._read_count: Counter[int] = Counter()
@@ -250,6 +257,8 @@ class ValueLedger(TorchFunctionMode):
         #: conditions on fakes that were taken for ``truth``
         self.guesses = 0
         self.read_values: dict[tuple[int, int], Any] = {}
+        #: torch functions that failed on fakes
+        self.failed: set[str] = set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -292,9 +301,9 @@ class ValueLedger(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
             out = self._placeholder(func, inputs, parents, error)
-        if str(getattr(func, "__name__", "")) in _PLACEHOLDERS:
+        if _name(func) in _PLACEHOLDERS:
             self._note_read(out, parents, inputs)
-        elif self._operators.value_reads != reads:
+        elif self._operators.value_reads != reads or _name(func) in self._pinned:
             self.control |= parents
         if self._operators.random_draws != draws:
             self.random_calls.add(place)
@@ -304,8 +313,10 @@ class ValueLedger(TorchFunctionMode):
     def _placeholder(
         self, func: Any, inputs: list[Tensor], parents: Sources, error: Exception
     ) -> Any:
-        name = str(getattr(func, "__name__", func))
+        name = _name(func)
         fakes = [t for t in inputs if is_fake(t)]
+        if fakes and name not in _PLACEHOLDERS:
+            self.failed.add(name)
         if not fakes or (name not in _PLACEHOLDERS and not isinstance(error, VALUE_NEEDED)):
             raise error
         if name not in _PLACEHOLDERS:

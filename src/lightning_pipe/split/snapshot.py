@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.split._fake import is_fake, storage_key
 from lightning_pipe.split.frozen import Frozen, holds_fake, is_data, same_plain
@@ -14,6 +15,15 @@ from lightning_pipe.split.units import is_metric
 
 _STRUCTURE = frozenset({"_parameters", "_modules", "_buffers"})
 _PATCHES = frozenset({"forward", "_call_impl", "log", "update", "compute"})
+_HOOKS = "_hooks"  # the attributes of a module that hold its hooks have this in their names
+
+
+def _is_mark(value: Any) -> bool:
+    """Tell whether a value may say that hooks are installed: a flag, or their handles."""
+    if isinstance(value, (dict, list, tuple)):
+        items = list(value.values()) if isinstance(value, dict) else value
+        return bool(items) and all(_is_mark(item) for item in items)
+    return isinstance(value, (bool, RemovableHandle))
 
 
 class Snapshot:
@@ -76,6 +86,32 @@ class Snapshot:
         for name, _, _, buffer, _ in self._buffers:
             if buffer is not None and storage_key(buffer) in storages:
                 yield name, buffer
+
+    def keep_installed(self) -> tuple[str, ...]:
+        """Keep the hooks that the step added to modules, and what it noted about them.
+
+        Libraries install hooks in the first step and set a flag. Put back, they would be installed
+        again in each run that starts from the old flag, and twice where only one of the two is.
+
+        Returns:
+            The names of the modules that have new hooks.
+        """
+        grown = []
+        for name, module, state, frozen in self._modules:
+            for key, value in vars(module).items():
+                before = frozen[key].content if key in frozen else None
+                if _HOOKS in key and isinstance(before, dict) and value.keys() > before.keys():
+                    state[key], frozen[key] = value, Frozen(value, all_data=True)
+                    grown.append(name)
+        if not grown:
+            return ()
+        for _, module, state, frozen in self._modules:
+            for key, value in vars(module).items():
+                if key not in _STRUCTURE and key not in _PATCHES and _is_mark(value):
+                    state[key] = value
+                    if is_data(value):
+                        frozen[key] = Frozen(value, all_data=True)
+        return tuple(dict.fromkeys(grown))
 
     def restore(self) -> None:
         """Put every attribute, container content and buffer value back."""

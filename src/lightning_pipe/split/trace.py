@@ -183,6 +183,8 @@ class Trace:
     #: modules that must stay whole, and those that had to be opened: later traces start from here
     keep_whole: frozenset[str] = frozenset()
     open_up: frozenset[str] = frozenset()
+    #: torch functions that failed on fakes: whoever calls them needs their inputs
+    pinned: frozenset[str] = frozenset()
     #: what the glue read as Python data in a trace with real values, by place
     read_values: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     #: what the glue before each call, and at last the tail, keeps for the backward

@@ -7,15 +7,12 @@ real: the way out for a step whose glue needs values on its way.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import (
@@ -26,8 +23,10 @@ from lightning_pipe.split._fake import (
     is_fake,
     without_modes,
 )
+from lightning_pipe.split.callers import check_callers
 from lightning_pipe.split.frozen import contents, holds_fake
 from lightning_pipe.split.nest import copy_tensors, leaves
+from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.rng import KeyedRandom
@@ -47,14 +46,6 @@ from lightning_pipe.split.trace import (
     WrittenOutput,
 )
 from lightning_pipe.split.tree import TreeSpec, flatten, tensors, unflatten
-
-
-class KeepWhole(Exception):
-    """A unit must not be cut out of the module ``name``."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name or 'the module'} stays whole: {reason}")
-        self.name = name
 
 
 class _Inside(TorchDispatchMode):
@@ -80,6 +71,7 @@ class Tracer:
         key: Random key of the traced micro-batch.
         truth: What a condition on a fake is taken for.
         known_reads: What an earlier trace with real values read.
+        pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
     """
 
     def __init__(
@@ -91,6 +83,7 @@ class Tracer:
         key: int = 0,
         truth: bool = False,
         known_reads: Mapping[tuple[int, int], Any] | None = None,
+        pinned: Set[str] = frozenset(),
     ) -> None:
         self._root = root
         self._units = units
@@ -104,7 +97,9 @@ class Tracer:
             self._all_names[first] = (*self._all_names.get(first, ()), name)
         self._module_names = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
         self.operators = OperatorLedger(self._first_name)
-        self.values = ValueLedger(self.operators, truth=truth, known_reads=known_reads)
+        self.values = ValueLedger(
+            self.operators, truth=truth, known_reads=known_reads, pinned=pinned
+        )
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
         self._saved = SavedTensors(root)
@@ -122,6 +117,9 @@ class Tracer:
             with ExitStack() as stack:
                 stack.enter_context(inside_step())
                 stack.enter_context(attributes(self._replacements()))
+                stack.enter_context(
+                    attributes(list(opened_encoders(self._root, self._units.values())))
+                )
                 stack.enter_context(attributes(list(routed(units))))
                 stack.enter_context(self.operators)
                 stack.enter_context(self.values)
@@ -154,6 +152,12 @@ class Tracer:
 
     def _finish(self, snapshot: Snapshot) -> Trace:
         changed, ghosts, buffers = set(), set(), {}
+        installed = snapshot.keep_installed()
+        if installed:
+            self.notes.append(
+                f"the step installs hooks: they are on {len(installed)} modules, such as "
+                f"{installed[0]}, from now on"
+            )
         written = frozenset(self.operators.glue_storages)
         for module, attribute, value in snapshot.changed_attributes(written):
             changed.add((module, attribute))
@@ -222,7 +226,7 @@ class Tracer:
             unit_inputs = Sources().union(*(self.operators.of(t) for t in given))
             for tensor in given:
                 self.operators.note_leak(tensor)
-            in_checkpoint = self._check_frames(name, module)
+            in_checkpoint = check_callers(name, module, self._module_names)
             if not in_checkpoint:
                 self._random.at(index, 1)
             before = _tensor_attributes(module)
@@ -349,41 +353,6 @@ class Tracer:
         before = self.operators.of(tensor)
         self.operators.write(tensor, key)
         self.operators.set(tensor, key | before)
-
-    # ------------------------------------------------------------------ what must stay whole
-
-    def _check_frames(self, name: str, module: nn.Module) -> bool:
-        """Look at who calls the unit; return whether it is itself the region of a checkpoint.
-
-        Raises:
-            KeepWhole: A custom autograd function, or a checkpoint region wider than the unit, calls
-            it.
-        """
-        hidden = not torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        innermost: str | None = None
-        in_function = False
-        for frame in _frames():
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                if innermost not in (None, name):
-                    raise KeepWhole(str(innermost), "it is recomputed as one region")
-                return True
-            if hidden and any(isinstance(v, FunctionCtx) for v in frame.f_locals.values()):
-                in_function = True
-            owner = frame.f_locals.get("self")
-            owner_name = self._module_names.get(id(owner)) if isinstance(owner, nn.Module) else None
-            if not owner_name:
-                continue
-            innermost = owner_name
-            if in_function and name.startswith(owner_name + "."):
-                raise KeepWhole(owner_name, "a custom autograd function calls its children")
-        return False
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _versions(values: list[Any]) -> list[int | None]:

@@ -69,7 +69,8 @@ def simulate(
     arrival_s: dict[int, float] = {}
     spans = []
     for rank, _, action in schedule.execution():
-        needed = schedule.needs(action)
+        # W follows its own I in the order of the rank; what I sent away does not hold it up
+        needed = None if action.op is Op.WEIGHT else schedule.needs(action)
         start_s = free_s[rank]
         if needed is not None and arrival_s[needed] > start_s:
             start_s = arrival_s[needed]

@@ -16,12 +16,16 @@ __all__ = ["Span", "Timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank, from ``start_s`` to ``end_s`` in seconds."""
+    """One action of one rank, from ``start_s`` to ``end_s`` in seconds.
+
+    ``wait_s`` are the seconds right before it in which the rank waited for what the action needs.
+    """
 
     rank: int
     action: Action
     start_s: float
     end_s: float
+    wait_s: float = 0.0
 
     @property
     def duration_s(self) -> float:

@@ -35,6 +35,9 @@ class Observer(Protocol):
     def waits(self, text: str) -> None:
         """A wait for another rank begins."""
 
+    def waited(self) -> None:
+        """It is over."""
+
     def starts(self, action: Action) -> Any:
         """An action begins; what is returned comes back in `ends`."""
 
@@ -234,6 +237,7 @@ class StageChunk:
                 f"waiting for {what} of microbatch {microbatch} from stage {stage}"
             )
             self._links.wait(message, rank)
+            self._observer.waited()
 
     @contextmanager
     def _observed(self, action: Action) -> Iterator[None]:

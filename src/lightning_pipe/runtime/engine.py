@@ -136,7 +136,7 @@ class Progress:
 class Spans(Sequence[Span]):
     """The spans of a rank, read from the device's clock when they are first looked at."""
 
-    def __init__(self, rank: int, marks: list[tuple[Action, Mark, Mark]]) -> None:
+    def __init__(self, rank: int, marks: list[tuple[Action, Mark, Mark, Mark, Mark]]) -> None:
         self._rank = rank
         self._marks = marks
         self._spans: list[Span] | None = None
@@ -146,11 +146,11 @@ class Spans(Sequence[Span]):
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if self._spans is None:
-            times = read_marks([moment for _, *pair in self._marks for moment in pair])
+            times = read_marks([moment for _, *moments in self._marks for moment in moments])
             self._spans = [
-                Span(self._rank, action, start_s, end_s)
-                for (action, _, _), start_s, end_s in zip(
-                    self._marks, times[::2], times[1::2], strict=True
+                Span(self._rank, action, start_s, end_s, waited_s - waits_s)
+                for (action, *_), waits_s, waited_s, start_s, end_s in zip(
+                    self._marks, times[::4], times[1::4], times[2::4], times[3::4], strict=True
                 )
             ]
         return self._spans[index]
@@ -163,17 +163,25 @@ class _Recorder:
         self._rank = rank
         self._device = device
         self._progress = progress
-        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._marks: list[tuple[Action, Mark, Mark, Mark, Mark]] = []
+        self._waits: Mark | None = None
+        self._waited: Mark | None = None
 
     def waits(self, text: str) -> None:
         self._progress.report(text)
+        self._waits = mark(self._device)
+
+    def waited(self) -> None:
+        self._waited = mark(self._device)
 
     def starts(self, action: Action) -> Mark:
         self._progress.report(f"running {action}")
         return mark(self._device)
 
     def ends(self, action: Action, start: Mark) -> None:
-        self._marks.append((action, start, mark(self._device)))
+        waits, waited = self._waits or start, self._waited or start
+        self._waits = self._waited = None
+        self._marks.append((action, waits, waited, start, mark(self._device)))
 
     def spans(self) -> Spans:
         return Spans(self._rank, self._marks)

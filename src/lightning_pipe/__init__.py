@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from _lightning_pipe_autoload import listen
 
 if TYPE_CHECKING:
-    from lightning_pipe.callbacks import EffectiveBatchRescaler, PipelineProgress
+    from lightning_pipe.callbacks import BubbleMonitor, EffectiveBatchRescaler, PipelineProgress
     from lightning_pipe.errors import (
         BatchError,
         CheckpointError,
@@ -36,6 +36,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "BatchError",
+    "BubbleMonitor",
     "CheckpointError",
     "ConfigError",
     "CutError",
@@ -58,6 +59,7 @@ __all__ = [
 _HOMES = {
     "SCHEDULES": "planning.schedules",
     "Action": "planning.ir",
+    "BubbleMonitor": "callbacks",
     "EffectiveBatchRescaler": "callbacks",
     "Op": "planning.ir",
     "PipelineProgress": "callbacks",

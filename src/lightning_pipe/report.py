@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_pipe.planning.attribution import MeasuredBubble, attribute_bubble
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.planning.timeline import Timeline
 from lightning_pipe.runtime.share import gather_objects
@@ -29,6 +30,14 @@ def bubble(pipeline: Pipeline) -> Bubble | None:
         return None
     busy_s = sum(span.duration_s for span in pipeline.spans)
     return Bubble(1 - busy_s / pipeline.step_s, ideal_bubble_fraction(pipeline.schedule))
+
+
+def gather_bubble(pipeline: Pipeline) -> MeasuredBubble | None:
+    """Where the bubble of the last step is from; None before the first. All ranks call it."""
+    found = timeline(pipeline, of_all_ranks=True)
+    if found is None or pipeline.schedule is None:
+        return None
+    return attribute_bubble(found, pipeline.schedule)
 
 
 def timeline(pipeline: Pipeline, *, of_all_ranks: bool = False) -> Timeline | None:

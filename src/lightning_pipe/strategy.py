@@ -36,10 +36,11 @@ from lightning_pipe.manners import (
     refuse_training,
     show_plan,
 )
+from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.timeline import Timeline
 from lightning_pipe.processes import PipelineProcesses
-from lightning_pipe.report import Bubble, bubble, timeline
+from lightning_pipe.report import Bubble, bubble, gather_bubble, timeline
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.split.nest import copy_tensors
@@ -423,6 +424,10 @@ class PipelineStrategy(PipelineProcesses):
     def last_timeline(self) -> Timeline | None:
         """What this rank did in the last step; None before the first."""
         return None if self._pipeline is None else timeline(self._pipeline)
+
+    def gather_bubble(self) -> MeasuredBubble | None:
+        """Where the bubble of the last step is from, over all ranks; all have to call this."""
+        return None if self._pipeline is None else gather_bubble(self._pipeline)
 
     def gather_timeline(self) -> Timeline | None:
         """What all ranks did in the last step; all ranks have to call this."""

@@ -1,6 +1,7 @@
 """Callbacks that show what a pipeline does and keep training the same when its sizes change."""
 
+from lightning_pipe.callbacks.bubble import BubbleMonitor
 from lightning_pipe.callbacks.effective_batch import EffectiveBatchRescaler
 from lightning_pipe.callbacks.progress import PipelineProgress
 
-__all__ = ["EffectiveBatchRescaler", "PipelineProgress"]
+__all__ = ["BubbleMonitor", "EffectiveBatchRescaler", "PipelineProgress"]

@@ -21,6 +21,7 @@ LAYERS: dict[str, set[str]] = {
     "_lightning": {"torch", "lightning", "lightning_utilities"},
     "layout": set(),
     "home": {"torch"},
+    "cuts": {"torch"},
     "gradients": {"torch"},
     "data": {"torch", "lightning", "numpy"},
     "tail": {"torch", "torchmetrics", "numpy"},

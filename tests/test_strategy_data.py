@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_pipe import BatchError
+from lightning_pipe import BatchError, steps
 
 
 def _world():
@@ -128,8 +128,8 @@ def _all_ids():
 
 def test_the_data_is_not_sharded_over_stages():
     results = run_ranks(4, _all_ids)
-    for num_batches, steps, ids in results:
-        assert (num_batches, steps) == (8, 8)
+    for num_batches, num_steps, ids in results:
+        assert (num_batches, num_steps) == (8, 8)
         assert sorted(ids) == list(range(64))
         assert ids == results[0][2]
 
@@ -239,6 +239,77 @@ def test_sequence_lengths_and_batch_sizes_may_change():
         lit.assert_equal([result], expected)
         assert [shape for shape, _ in found] == [shape for shape, _ in lengths]
         assert [loss for _, loss in found] == pytest.approx([loss for _, loss in lengths])
+
+
+class _Short(nn.Module):
+    """A block that looks at the first 6 of many places only, and counts its calls."""
+
+    def __init__(self, width, longest):
+        super().__init__()
+        self.linear, self.longest = nn.Linear(width, width), longest
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x[:, :6] if x.shape[1] > self.longest else x).tanh()
+
+
+class _Branching(nn.Module):
+    """Goes other ways for long sentences: in a unit, and between units."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        longest = (99, 99, 10, 99)
+        self.blocks = nn.ModuleList(_Short(width, n) for n in longest)
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x[:, : x.shape[1]] + block(x).mean(1, keepdim=True)
+            if tokens.shape[1] > 8:
+                x = x.relu()
+        return self.head(x)
+
+
+class _LitBranching(lit.LitTied):
+    def make_net(self, width, depth):
+        return _Branching(width)
+
+
+def _branching(strategy):
+    traced = []
+    trace_step = steps.trace_step
+
+    def counting(root, step, batch, **kwargs):
+        traced.append(batch[0].shape[1] - 1)
+        return trace_step(root, step, batch, **kwargs)
+
+    steps.trace_step = counting
+    try:
+        module = lit.seeded(_LitBranching)
+        batches = [(lit.tokens(4, n + 1).tensors[0],) for n in (5, 9, 3, 10, 7, 12, 5, 8, 6, 11)]
+        trainer = lit.trainer(strategy, _world())
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+    finally:
+        steps.trace_step = trace_step
+    # every rank has the buffers of its own stages
+    counts = {float(block.calls) for block in module.net.blocks}
+    return lit.outcome(module, trainer), traced, counts
+
+
+def test_shapes_are_derived_and_a_wrong_one_is_found_undone_and_traced():
+    expected, _, counts = run_ranks(1, _branching, None)[0]
+    assert counts == {10.0}
+    for result, traced, counts in run_ranks(2, _branching, {"num_microbatches": 2}):
+        lit.assert_equal([result], expected)
+        # 12 and 11 are cut in one unit of several that were alike; 8 is near to 9 but not long
+        assert [n for n in traced if n not in (11, 12)] == [5, 9, 3, 10, 8]
+        assert 6 not in traced
+        assert 7 not in traced
+        assert 20.0 in counts
+        assert counts <= {20.0, 0.0}
 
 
 class _Nested(pl.LightningModule):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ class CutStep:
         changing: Attributes and buffers that the code between units changes.
         watched: Buffers that it might.
         programs: The stages of this rank.
+        unproven: Where it is kept, while it is derived and has not been seen to be right.
     """
 
     cut: StepCut
@@ -36,6 +38,13 @@ class CutStep:
     changing: frozenset[Place] = frozenset()
     watched: frozenset[Place] = frozenset()
     programs: dict[int, StageProgram] = field(default_factory=dict)
+    unproven: Any = None
+
+    def confirmed(self) -> CutStep:
+        """The same, which was seen to be right."""
+        for program in self.programs.values():
+            program.watch = False
+        return replace(self, unproven=None)
 
 
 @dataclass(frozen=True, slots=True)

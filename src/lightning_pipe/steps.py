@@ -11,19 +11,19 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.cuts import Cuts
 from lightning_pipe.errors import CutError
 from lightning_pipe.gradients import GradientStash
 from lightning_pipe.home import (
     CutStep,
     Home,
-    buffers_outside,
-    changing_places,
     whole_as_fakes,
 )
 from lightning_pipe.layout import Layout, cut_step, make_plan
@@ -36,16 +36,15 @@ from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
-from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
-from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
-from lightning_pipe.work import Context, StageOfStep, StepRun
+from lightning_pipe.work import Context, StageOfStep, StepRun, Trial
 
 
 class Pipeline:
@@ -83,7 +82,7 @@ class Pipeline:
         self._seed = seed
         self._home: Home | None = None
         self._plan: Plan | None = None
-        self._cuts: dict[Any, CutStep] = {}
+        self._cuts = Cuts(module, ranks.position, device.type)
         self._schedules: dict[Any, Schedule] = {}
 
     @property
@@ -144,10 +143,18 @@ class Pipeline:
             ownership,
         )
         ownership.drop_foreign(self.device)
-        key = (*self._state_key(name, training=training), signature(piece))
-        self._cuts[key] = self._prepared(cut, stage_to_rank)
+        state = self._state_key(name, training=training)
+        self._cuts.first(state, signature(piece), self._home)
 
-    def _trace(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Trace:
+    def _trace(
+        self,
+        name: str,
+        piece: Any,
+        rest: tuple[Any, ...],
+        *,
+        training: bool,
+        memo: UnitMemo | None = None,
+    ) -> Trace:
         step = getattr(self.module, name)
         with torch.set_grad_enabled(training), self._context(name):
             return trace_step(
@@ -157,6 +164,7 @@ class Pipeline:
                 num_stages=self.layout.num_stages,
                 device_type=self.device.type,
                 like=None if self._home is None else self._home.cut.trace,
+                memo=memo,
             )
 
     def _agree(self, trace: Trace | None) -> None:
@@ -173,58 +181,28 @@ class Pipeline:
                 "random choice"
             )
 
-    def _prepared(self, cut: StepCut, placement: tuple[int, ...]) -> CutStep:
-        prepared = CutStep(
-            cut,
-            placement,
-            changing_places(cut.trace),
-            buffers_outside(self.module, cut.trace),
-        )
-        for stage, rank in enumerate(placement):
-            if rank == self.ranks.position:
-                prepared.programs[stage] = StageProgram(
-                    cut, stage, self.module, device_type=self.device.type
-                )
-        return prepared
-
     def _cut_for(
-        self, state: tuple[Any, ...], piece: Any, rest: tuple[Any, ...], *, training: bool
+        self, state: tuple[str, bool, Any], piece: Any, rest: tuple[Any, ...], *, training: bool
     ) -> CutStep:
-        """The cut of a step for one batch structure; a new structure costs one trace on each
-        rank."""
-        key = (*state, signature(piece))
-        if key not in self._cuts:
-            trace = self._trace(state[0], piece, rest, training=training)
-            home = self.home
-            if [c.unit for c in trace.calls] == [c.unit for c in home.cut.trace.calls]:
-                cut = StepCut(trace, place(trace, home.starts), num_stages=self.layout.num_stages)
-                placement = home.stage_to_rank
-            else:
-                segments = place_like(trace, home.stages_of_unit, num_stages=self.layout.num_stages)
-                cut, placement = self._laid(trace, segments, training=training)
-            self._cuts[key] = self._prepared(cut, placement)
-        return self._cuts[key]
+        """The cut of a step for one batch structure; a new one costs at most one trace."""
 
-    def _laid(self, trace: Trace, segments: Any, *, training: bool) -> tuple[StepCut, Any]:
-        ranks = self.home.stage_to_rank
-        if not training:
-            cut = StepCut(trace, segments.segment_of_call, num_stages=len(segments.home))
-            return cut, tuple(ranks[stage] for stage in segments.home)
-        if list(segments.home) != sorted(set(segments.home)):
-            raise CutError(
-                "this batch takes another way through the model than the first one: its units are "
-                f"called in the order of the stages {segments.home}, which no schedule runs. Give "
-                "batches that call the same units in the same order"
-            )
-        stages = tuple(segments.home[segment] for segment in segments.segment_of_call)
-        return StepCut(trace, stages, num_stages=self.layout.num_stages), ranks
+        def trace(memo: UnitMemo | None) -> Trace:
+            try:
+                found = self._trace(state[0], piece, rest, training=training, memo=memo)
+            except Exception:
+                self._agree(None)
+                raise
+            self._agree(found)
+            return found
 
-    def _state_key(self, name: str, *, training: bool) -> tuple[Any, ...]:
+        return self._cuts.get(state, signature(piece), self.home, trace)
+
+    def _state_key(self, name: str, *, training: bool) -> tuple[str, bool, Any]:
         """What a trace depends on besides its batch: modules in train or eval mode, frozen
         weights."""
         modes = tuple(module.training for module in self.module.modules())
         flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        return name, training, hash(modes), hash(flags)
+        return name, training, (hash(modes), hash(flags))
 
     # ------------------------------------------------------------------ running
 
@@ -254,11 +232,6 @@ class Pipeline:
         """
         pieces = self._split(args[0])
         state = self._state_key(name, training=training)
-        cuts = [
-            self._cut_for(state, piece, args[1:], training=training) for piece in pieces.batches
-        ]
-        schedule = self._schedule_for(cuts, training=training)
-        key = mix(self._seed, *index)
         step = StepRun(
             self.module,
             self.tail,
@@ -266,23 +239,53 @@ class Pipeline:
             name,
             args[1:],
             pieces,
-            cuts,
-            key,
+            self._cuts_of(state, pieces, args[1:], training=training),
+            mix(self._seed, *index),
             training,
             loss_scale,
         )
-        stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
-        self.tail.start(cuts[0].watched, frozenset().union(*(cut.changing for cut in cuts)))
-        stash = GradientStash(self._own_parameters, loss_scale) if training else None
-        start_s = time.perf_counter()
-        with stash.collect() if stash is not None else nullcontext():
-            self.spans = self.engine.run(schedule, stages, training=training)
-        self.step_s = time.perf_counter() - start_s
-        self.schedule = schedule
+        unproven = [cut for cut in step.cuts if cut.unproven is not None]
+        if unproven:
+            step = replace(step, trial=Trial(self.module, self.device))
+        stash = self._execute(step)
+        if unproven and not self._is_right(step, unproven):
+            again = self._cuts_of(state, pieces, args[1:], training=training)
+            stash = self._execute(replace(step, cuts=again, trial=None))
         if stash is not None:
             self._sum_replicas(stash)
-        output = self._carry(pieces, schedule.stage_to_rank[-1], with_output=share_output)
-        return output, stash
+        assert self.schedule is not None
+        last = self.schedule.stage_to_rank[-1]
+        return self._carry(pieces, last, with_output=share_output), stash
+
+    def _cuts_of(
+        self, state: tuple[str, bool, Any], pieces: Pieces, rest: tuple[Any, ...], *, training: bool
+    ) -> list[CutStep]:
+        return [self._cut_for(state, piece, rest, training=training) for piece in pieces.batches]
+
+    def _execute(self, step: StepRun) -> GradientStash | None:
+        """Runs all micro-batches; returns the gradients of this rank."""
+        schedule = self._schedule_for(step.cuts, training=step.training)
+        stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
+        cuts = step.cuts
+        self.tail.start(cuts[0].watched, frozenset().union(*(cut.changing for cut in cuts)))
+        stash = GradientStash(self._own_parameters, step.loss_scale) if step.training else None
+        start_s = time.perf_counter()
+        with stash.collect() if stash is not None else nullcontext():
+            self.spans = self.engine.run(schedule, stages, training=step.training)
+        self.step_s = time.perf_counter() - start_s
+        self.schedule = schedule
+        return stash
+
+    def _is_right(self, step: StepRun, unproven: Sequence[CutStep]) -> bool:
+        """Whether derived cuts were right on all ranks; if not, the step is undone."""
+        assert step.trial is not None
+        errors = share.gather_objects(self.ranks, step.trial.error) or []
+        if any(error is not None for error in errors):
+            step.trial.undo()
+            self._cuts.reject(unproven)
+            return False
+        self._cuts.confirm(unproven)
+        return True
 
     def _split(self, batch: Any) -> Pieces:
         rules = self.layout.split_batch

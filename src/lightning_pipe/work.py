@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipe.home import CutStep
+from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.program import StepResult
 from lightning_pipe.split.rng import mix
@@ -36,6 +38,7 @@ class StepRun:
         key: Random key of the step.
         training: Whether a loss is wanted.
         loss_scale: What the loss is multiplied with, besides its share of the rows.
+        trial: Takes what goes wrong while derived cuts are watched; None if there are none.
     """
 
     module: nn.Module
@@ -48,8 +51,20 @@ class StepRun:
     key: int
     training: bool
     loss_scale: float
+    trial: Trial | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.trial is None:
+            return self._run(stage, microbatch, received)
+        try:
+            return self._run(stage, microbatch, received)
+        except Exception as error:
+            self.trial.note(error)
+            specs = self.cuts[microbatch].programs[stage].outputs
+            is_last = self.cuts[microbatch].programs[stage].is_last
+            return self.trial.stand_in(specs, has_loss=is_last and self.training)
+
+    def _run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         program = self.cuts[microbatch].programs[stage]
         piece = self.pieces.batches[microbatch]
         if len(self.pieces.batches) > 1 or len(self.cuts[microbatch].programs) > 1:
@@ -81,6 +96,43 @@ class StepRun:
             )
         weight = self.pieces.weights[microbatch] * self.loss_scale
         return loss if weight == 1.0 else loss * weight
+
+
+class Trial:
+    """A step whose cuts were derived and may be wrong: nothing of it counts until all ranks agree.
+
+    A stage that finds its cut to be wrong goes on with zeros, so that no other stage waits for it;
+    the step is undone afterwards and runs again on cuts that are traced.
+
+    Args:
+        module: The user's module.
+        device: Where its stages live.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_fake(b)]
+        self.error: str | None = None
+
+    def note(self, error: Exception) -> None:
+        """A stage of this rank has failed."""
+        if self.error is None:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def stand_in(self, specs: Sequence[ValueSpec], *, has_loss: bool) -> tuple[Tensor, ...]:
+        """What a stage returns that has failed."""
+        if has_loss:
+            return (torch.zeros((), device=self._device, requires_grad=True),)
+        return tuple(
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs
+        )
+
+    def undo(self) -> None:
+        """Puts the buffers back as they were; gradients and traces are thrown away by others."""
+        with torch.no_grad():
+            for buffer, content in self._buffers:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
 
 
 class StageOfStep:

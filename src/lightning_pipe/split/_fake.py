@@ -28,11 +28,19 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.split.tree import tensors
+
+#: what `fake.device` is to a dispatch mode: more than half of all operators of a trace
+DEVICE_OF = torch.ops.prim.device.default
 
 #: What a fake raises when somebody asks for its value.
 VALUE_NEEDED = (
@@ -41,6 +49,14 @@ VALUE_NEEDED = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that is called directly, not through torch.compile's wrapper."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -84,12 +100,18 @@ class GhostMode(FakeTensorMode):
         #: steps that are running; outside of them nobody watches what becomes of a fake
         self.steps = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper costs as much as many an operator on fakes
+
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = tensors((args, kwargs))
         if (
             schema is not None
             and schema.is_mutable
@@ -104,11 +126,11 @@ class GhostMode(FakeTensorMode):
             # fakeification refuses a real tensor that has a history; its values do not matter here
             args, kwargs = pytree.tree_map(_fake_without_history, (args, kwargs))
         if self.steps:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.equal.default:  # "is this parameter in that group?"
             return args[0] is args[1]
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         except VALUE_NEEDED as error:
             raise CutError(_OUTSIDE.format(func)) from error
 
@@ -169,9 +191,9 @@ def is_foreign(value: Any) -> bool:
     )
 
 
-def taint(tensors: Iterable[Tensor]) -> None:
+def taint(wrong: Iterable[Tensor]) -> None:
     """Mark real tensors whose values cannot be trusted."""
-    for tensor in tensors:
+    for tensor in wrong:
         GHOSTS.tainted[storage_key(tensor)] = tensor
 
 
@@ -207,9 +229,10 @@ def inside_transform() -> bool:
 
 
 @contextmanager
-def function_mode_off(active: bool) -> Iterator[None]:
-    """Pop the topmost torch-function mode: the inside of an owned unit runs at full speed."""
-    if not active:
+def function_mode_off(mode: TorchFunctionMode | None) -> Iterator[None]:
+    """Pop ``mode`` while a unit runs, at full speed, unless the user's code put one above it."""
+    stack = _get_current_function_mode_stack()
+    if mode is None or not stack or stack[-1] is not mode:
         yield
         return
     with _pop_mode_temporarily():
@@ -248,12 +271,13 @@ def clear_memoised() -> None:
 
 
 __all__ = [
+    "DEVICE_OF",
     "GHOSTS",
     "VALUE_NEEDED",
+    "DispatchMode",
     "FakeTensor",
     "ForeignParameter",
     "GhostMode",
-    "TorchDispatchMode",
     "TorchFunctionMode",
     "as_fake",
     "clear_memoised",

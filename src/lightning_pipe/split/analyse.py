@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
 from lightning_pipe.split.callers import KeepWhole
+from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.trace import Trace
@@ -28,8 +29,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class _Search:
     """The state of the loop: which modules were found to be indivisible, which too coarse."""
 
-    def __init__(self, root: nn.Module, num_stages: int, like: Trace | None) -> None:
+    def __init__(
+        self, root: nn.Module, num_stages: int, like: Trace | None, memo: UnitMemo | None
+    ) -> None:
         self.root = root
+        self.like = like
+        self.memo = memo if like is not None else None
         self.num_stages = num_stages
         self.keep_whole: set[str] = set(like.keep_whole) if like else set()
         self.open_up: set[str] = set(like.open_up) if like else set()
@@ -98,6 +103,7 @@ def trace_step(
     key: int = 0,
     device_type: str = "cpu",
     like: Trace | None = None,
+    memo: UnitMemo | None = None,
 ) -> Trace:
     """Trace ``step(batch)`` on fakes and find the units of ``root`` that fit ``num_stages`` stages.
 
@@ -114,16 +120,17 @@ def trace_step(
         device_type: Device whose random generator is preserved beside the CPU's.
         like: The first trace of the module: its units are chosen again, and where it had to read
             values for real, those are taken for granted.
+        memo: What units did before, which spares running all of them; only with ``like``.
 
     Raises:
         CutError: The step cannot be traced; the message names the module and the reason.
     """
     if num_stages == 1:
         try:
-            return _search(root, step, batch, 1, key, device_type, like)
+            return _search(root, step, batch, 1, key, device_type, like, memo)
         except CutError as refusal:  # nothing is cut, so nothing needs to be known
             return Trace(training=torch.is_grad_enabled(), notes=(f"not traced: {refusal}",))
-    return _search(root, step, batch, num_stages, key, device_type, like)
+    return _search(root, step, batch, num_stages, key, device_type, like, memo)
 
 
 def _search(
@@ -134,8 +141,9 @@ def _search(
     key: int,
     device_type: str,
     like: Trace | None,
+    memo: UnitMemo | None,
 ) -> Trace:
-    search = _Search(root, num_stages, like)
+    search = _Search(root, num_stages, like, memo)
     with preserved(device_type), quiet_fakes():
         for _ in range(_MAX_ROUNDS):
             units = search.units()
@@ -168,6 +176,8 @@ def _attempt(
         truth=search.truth,
         known_reads=search.known_reads,
         pinned=search.pinned,
+        memo=search.memo,
+        like=search.like,
     )
     try:
         trace = tracer.run(step, batch)

@@ -9,6 +9,7 @@ made itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -150,6 +151,13 @@ class StepCut:
             tuple(self.trace.meta(key).spec(self.trace.name(key)) for key in keys)
             for keys in self.crossing
         )
+
+    def with_shapes_of(self, trace: Trace) -> StepCut:
+        """The same cut of the same step at other sizes."""
+        other = copy.copy(self)
+        other.trace = trace
+        vars(other).pop("boundaries", None)
+        return other
 
     def first_call(self, stage: int) -> int:
         """Index of the first call at or after ``stage``; the number of calls if there is none."""

@@ -91,3 +91,23 @@ def silent_metrics(
         for name in _METRIC_ENTRIES:
             if hasattr(metric, name):
                 yield metric, name, stub(metric, name)
+
+
+def quiet_metrics(
+    metrics: Iterable[nn.Module], unseen: Callable[[Call], Call]
+) -> Iterator[tuple[Any, str, Any]]:
+    """List the replacements that keep what metrics compute from being taken for the step's own."""
+    for metric in metrics:
+        for name in _METRIC_ENTRIES:
+            if hasattr(metric, name):
+                yield metric, name, unseen(getattr(metric, name))
+
+
+def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    """Run the forward hooks of a call that another stage makes, for what they collect; the value
+    that is sent went through them."""
+    for identity, hook in list(module._forward_hooks.items()):
+        if identity in module._forward_hooks_with_kwargs:
+            hook(module, args, kwargs, out)
+        else:
+            hook(module, args, out)

@@ -18,18 +18,22 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError, StageMismatchError
 from lightning_pipe.split._fake import (
     GHOSTS,
-    VALUE_NEEDED,
-    TorchFunctionMode,
     function_mode_off,
     inside_step,
     is_fake,
     is_foreign,
-    taint,
 )
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
-from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
-from lightning_pipe.split.provenance import function_name
+from lightning_pipe.split.patching import (
+    attributes,
+    find_metrics,
+    quiet_metrics,
+    routed,
+    run_forward_hooks,
+    silent_metrics,
+)
 from lightning_pipe.split.rng import KeyedRandom, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
@@ -44,6 +48,7 @@ from lightning_pipe.split.trace import (
     WrittenOutput,
 )
 from lightning_pipe.split.tree import flatten, tensors, unflatten
+from lightning_pipe.split.watch import check_made, check_script
 
 
 class StageExit(BaseException):
@@ -65,12 +70,20 @@ class StageProgram:
         stage: Index of this stage.
         root: The user's module on this rank.
         device_type: Device whose random generator is keyed beside the CPU's.
+        watch: Check all that the stage does against the trace, which was derived and may be wrong.
     """
 
     def __init__(
-        self, cut: StepCut, stage: int, root: nn.Module, *, device_type: str = "cpu"
+        self,
+        cut: StepCut,
+        stage: int,
+        root: nn.Module,
+        *,
+        device_type: str = "cpu",
+        watch: bool = False,
     ) -> None:
         self.stage = stage
+        self.watch = watch
         self.is_last = stage == cut.num_stages - 1
         self.inputs: tuple[ValueSpec, ...] = cut.boundaries[stage - 1] if stage else ()
         self.outputs: tuple[ValueSpec, ...] = () if self.is_last else cut.boundaries[stage]
@@ -133,67 +146,6 @@ class StageProgram:
         return self._ghosts[key]
 
 
-class _Glue(TorchFunctionMode):
-    """Repeats the numbering of the trace; puts received glue values in and takes sent ones out."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self._run = run
-        self._segment = 0
-        self._count = 0
-
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        self, func, types, args=(), kwargs=None
-    ):
-        kwargs = kwargs or {}
-        run = self._run
-        if run.busy:
-            return func(*args, **kwargs)
-        segment = run.count
-        count = self._count if self._segment == segment else 0
-        key = (-1, segment, count)
-        name = getattr(func, "__name__", "")
-        if name in _HOOKS and run.hook_runs_elsewhere(args[0]):
-            return _NoHandle()
-        if key in run.received and function_name(func) == run.trace.glue[key].function:
-            self._segment, self._count = segment, count + 1
-            return run.received[key]
-        if (segment, count) in run.trace.random_glue:
-            run.random.at(segment, count, 3)
-        try:
-            out = func(*args, **kwargs)
-        except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
-            raise run.explain(name, (args, kwargs), error) from error
-        if GHOSTS.tainted:
-            _spread_taint((args, kwargs), out)
-        if isinstance(out, Tensor) or tensors(out):
-            self._segment, self._count = segment, count + 1
-            if key in run.received:
-                raise CutError(
-                    f"the step went another way than when it was traced: {name} where "
-                    f"{run.trace.name(key)} was expected."
-                )
-            if key in run.wanted:
-                run.produced[key] = out
-        return out
-
-
-def _spread_taint(inputs: Any, out: Any) -> None:
-    """What is made from a tensor that lost a write is as wrong as the tensor."""
-    if any(is_foreign(t) and not is_fake(t) for t in tensors(inputs)):
-        taint(t for t in tensors(out) if not is_fake(t))
-
-
-_HOOKS = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
-
-
-class _NoHandle:
-    """The handle of a hook that runs on another stage."""
-
-    def remove(self) -> None:
-        """Nothing was registered here."""
-
-
 class _Run:
     """One micro-batch on one stage."""
 
@@ -202,6 +154,7 @@ class _Run:
         self.trace = program._trace
         self.count = 0
         self.busy = False
+        self.glue: Glue | None = None
         self.random = KeyedRandom(key, program._device_type)
         self._given = dict(zip(program._input_keys, received, strict=True))
         self._versions = {k: t._version for k, t in self._given.items()}
@@ -210,6 +163,11 @@ class _Run:
         }
         self.wanted = frozenset(k for k in program._output_keys if k not in self._given)
         self.produced: dict[ValueKey, Tensor] = {}
+
+    @property
+    def watched_stage(self) -> int | None:
+        """The stage, if its trace may be wrong."""
+        return self.program.stage if self.program.watch else None
 
     # ------------------------------------------------------------------ the step
 
@@ -223,7 +181,7 @@ class _Run:
                 if program._needs_mode:
                     modules = [module for module, _ in units]
                     stack.enter_context(attributes(list(opened_encoders(program._root, modules))))
-                    stack.enter_context(_Glue(self))
+                    self.glue = stack.enter_context(Glue(self))
                 self.random.at(0)
                 value = step()
         except StageExit:
@@ -254,14 +212,27 @@ class _Run:
             if callable(log):
                 found.append((root, "log", lambda *args, **kwargs: None))
             return found
-        if not callable(log):
-            return []
+        found = list(quiet_metrics(find_metrics(root), self._unseen))
+        if callable(log):
 
-        def checked(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-            self.check_real(value, f"self.log('{name}') reads")
-            return log(name, value, *args, **kwargs)
+            def checked(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+                self.check_real(value, f"self.log('{name}') reads")
+                return self._unseen(log)(name, value, *args, **kwargs)
 
-        return [(root, "log", checked)]
+            found.append((root, "log", checked))
+        return found
+
+    def _unseen(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a call of the tail make torch calls that the trace did not see: they are no glue."""
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            before, self.busy = self.busy, True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.busy = before
+
+        return unseen
 
     def check_real(self, value: Any, what: str) -> None:
         """Refuse a value that has no data on this stage."""
@@ -325,6 +296,8 @@ class _Run:
     ) -> Any:
         index = self.count
         calls = self.trace.calls
+        if self.program.watch and self.glue is not None:
+            check_script(self.trace, index, self.glue.done(index), None, self.program.stage)
         if index >= len(calls) or calls[index].unit != name:
             expected = calls[index].unit if index < len(calls) else "the end of the step"
             raise CutError(
@@ -369,10 +342,12 @@ class _Run:
             self.random.at(call.index, 1)
         self.busy = True
         try:
-            with function_mode_off(self.program._needs_mode):
+            with function_mode_off(self.glue):
                 out = original(*args, **kwargs)
         finally:
             self.busy = False
+        if self.program.watch:
+            check_made(self.trace, call, out, self.program.stage)
         self._take(call, module, out, arguments)
         return out
 
@@ -409,7 +384,7 @@ class _Run:
                     values.append(self._stand_in(key, leaf, module, arguments))
             out = unflatten(values[: call.num_outputs], call.structure)
             if entry == "_call_impl" and module._forward_hooks:
-                _side_effects(module, args, kwargs, out)
+                run_forward_hooks(module, args, kwargs, out)
             return out
         finally:
             self.busy = False
@@ -449,13 +424,3 @@ class _Run:
             f"stage {self.program.stage}: {name} needs the value of a tensor that an earlier stage "
             f"computes ({type(error).__name__}: {error})."
         )
-
-
-def _side_effects(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    """Run the forward hooks of a ghost: they may collect outputs; the value sent went through
-    them."""
-    for identity, hook in list(module._forward_hooks.items()):
-        if identity in module._forward_hooks_with_kwargs:
-            hook(module, args, kwargs, out)
-        else:
-            hook(module, args, out)

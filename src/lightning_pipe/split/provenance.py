@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipe.split._fake import (
+    DEVICE_OF,
     VALUE_NEEDED,
-    TorchDispatchMode,
+    DispatchMode,
     TorchFunctionMode,
     is_fake,
     mutated_arguments,
@@ -54,7 +55,7 @@ def calling_modules() -> tuple[int, ...]:
     return tuple(found)
 
 
-class OperatorLedger(TorchDispatchMode):
+class OperatorLedger(DispatchMode):
     """Follows tensors through operators, by identity and by storage.
 
     Args:
@@ -127,6 +128,8 @@ class OperatorLedger(TorchDispatchMode):
         self, func, types, args=(), kwargs=None
     ):
         kwargs = kwargs or {}
+        if func is DEVICE_OF:
+            return func(*args)
         if self.inside is None:
             return self._in_glue(func, args, kwargs, tensors((args, kwargs)))
         if self.on_fakes:  # seen above the fake mode already; this is what became of it below
@@ -152,9 +155,8 @@ class OperatorLedger(TorchDispatchMode):
     def _in_glue(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         sources = NOTHING.union(*(self.of(t) for t in inputs))
         self.glue_parameters.update(s for s in sources if isinstance(s, str))
-        if "prim.device" not in str(func):
-            for tensor in inputs:
-                self.note_leak(tensor)
+        for tensor in inputs:
+            self.note_leak(tensor)
         tags = getattr(func, "tags", ())
         reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
         if reads and any(not isinstance(s, str) for s in sources):
@@ -250,6 +252,7 @@ class ValueLedger(TorchFunctionMode):
         #: number of unit calls so far
         self.segment = 0
         self.glue: dict[tuple[int, int, int], GlueValue] = {}
+        self._script: dict[int, list[str]] = {}
         self.control: set[Source] = set()
         self.random_calls: set[tuple[int, int]] = set()
         #: (segment, sources, modules on the stack) of values that were read as Python data
@@ -349,6 +352,7 @@ class ValueLedger(TorchFunctionMode):
             self._segment, self._count = self.segment, 0
         key = (-1, self.segment, self._count)
         self._count += 1
+        self._script.setdefault(self.segment, []).append(function_name(func))
         for tensor in outputs:
             self._kept.append(tensor)
         if not isinstance(out, Tensor):
@@ -372,6 +376,10 @@ class ValueLedger(TorchFunctionMode):
             Meta.of(out),
             torch.is_grad_enabled() or not self._grad_enabled,
         )
+
+    def script(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the glue calls that returned tensors, by the unit calls before them."""
+        return tuple(tuple(self._script.get(n, ())) for n in range(self.segment + 1))
 
     def close(self) -> None:
         """Bar values from crossing whose storage was written: a receiver would not see the

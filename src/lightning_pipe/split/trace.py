@@ -12,7 +12,7 @@ It knows nothing of stages: :mod:`lightning_pipe.split.cut` places the calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,8 @@ class UnitCall:
     parameter_bytes: int = 0
     activation_bytes: int = 0
     saved: tuple[tuple[int, int], ...] = ()
+    #: what the call was given, without the data (:func:`lightning_pipe.split.memo.arguments_key`)
+    arguments: Hashable = None
 
     def meta(self, leaf: int) -> Meta:
         """Describe the tensor at ``leaf``."""
@@ -189,6 +191,12 @@ class Trace:
     read_values: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     #: what the glue before each call, and at last the tail, keeps for the backward
     glue_saved: tuple[tuple[tuple[int, int], ...], ...] = ()
+    #: names of the glue calls that return tensors, in order, after each number of unit calls
+    script: tuple[tuple[str, ...], ...] = ()
+    #: units that did not run: they were taken to do what units like them did before
+    repeated: frozenset[str] = frozenset()
+    #: the shapes at other sizes, for a trace that was not seen but derived from others
+    derived: Mapping[ValueKey, Meta] | None = None
 
     @property
     def unit_names(self) -> tuple[str, ...]:
@@ -197,6 +205,8 @@ class Trace:
 
     def meta(self, key: ValueKey) -> Meta:
         """Describe the value ``key``."""
+        if self.derived is not None:
+            return self.derived[key]
         if len(key) == 3:
             return self.glue[key].meta
         return self.calls[key[0]].meta(key[1])
@@ -206,6 +216,14 @@ class Trace:
         if len(key) == 3:
             return f"{self.glue[key].function} after call {key[1]} (#{key[2]})"
         return f"{self.calls[key[0]].unit}[{key[1]}] of call {key[0]}"
+
+    def keys(self) -> Iterator[ValueKey]:
+        """Name every value that is a tensor."""
+        for call in self.calls:
+            for number, leaf in enumerate(call.leaves):
+                if not isinstance(leaf, (Alias, Constant)):
+                    yield call.index, number
+        yield from self.glue
 
     def digest_text(self) -> str:
         """A text that is equal on two ranks exactly if they saw the same step."""

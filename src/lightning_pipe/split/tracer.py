@@ -16,18 +16,27 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import (
+    DEVICE_OF,
     GHOSTS,
-    TorchDispatchMode,
+    DispatchMode,
     as_fake,
+    function_mode_off,
     inside_step,
     is_fake,
     without_modes,
 )
 from lightning_pipe.split.callers import check_callers
 from lightning_pipe.split.frozen import contents, holds_fake
+from lightning_pipe.split.memo import Outcome, UnitMemo, arguments_key, rebuild
 from lightning_pipe.split.nest import copy_tensors, leaves
 from lightning_pipe.split.nested import opened_encoders
-from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
+from lightning_pipe.split.patching import (
+    attributes,
+    find_metrics,
+    routed,
+    run_forward_hooks,
+    silent_metrics,
+)
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.rng import KeyedRandom
 from lightning_pipe.split.saved import SavedTensors
@@ -48,7 +57,7 @@ from lightning_pipe.split.trace import (
 from lightning_pipe.split.tree import TreeSpec, flatten, tensors, unflatten
 
 
-class _Inside(TorchDispatchMode):
+class _Inside(DispatchMode):
     """Puts the operator ledger above the fake mode while a unit runs."""
 
     def __init__(self, ledger: OperatorLedger) -> None:
@@ -58,6 +67,8 @@ class _Inside(TorchDispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
+        if func is DEVICE_OF:
+            return func(*args)
         return self._ledger.inside_unit(func, args, kwargs or {})
 
 
@@ -72,6 +83,8 @@ class Tracer:
         truth: What a condition on a fake is taken for.
         known_reads: What an earlier trace with real values read.
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
+        memo: What units did in earlier traces; those of a known class are not run again.
+        like: The first trace, with which the memo began.
     """
 
     def __init__(
@@ -84,7 +97,11 @@ class Tracer:
         truth: bool = False,
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
+        memo: UnitMemo | None = None,
+        like: Trace | None = None,
     ) -> None:
+        self._memo = None if real else memo
+        self._like = like
         self._root = root
         self._units = units
         self._real = real
@@ -102,6 +119,7 @@ class Tracer:
         )
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
+        self._repeated: set[str] = set()
         self._saved = SavedTensors(root)
         self._busy = False
         self._sinks: set[Source] = set()
@@ -188,10 +206,10 @@ class Tracer:
             random_glue=frozenset(self.values.random_calls),
             glue_parameters=frozenset(self.operators.glue_parameters),
             glue_reads_by_unit=reads,
-            changed_attributes=frozenset(changed),
-            changed_buffers=frozenset(buffers),
+            changed_attributes=frozenset(changed) | self._of_repeated("changed_attributes"),
+            changed_buffers=frozenset(buffers) | self._of_repeated("changed_buffers"),
             glue_buffers=frozenset(name for name, by_glue in buffers.items() if by_glue),
-            ghost_attributes=frozenset(ghosts),
+            ghost_attributes=frozenset(ghosts) | self._of_repeated("ghost_attributes"),
             parameters=self._all_names,
             training=torch.is_grad_enabled(),
             on_fakes=not self._real,
@@ -200,6 +218,8 @@ class Tracer:
             glue_saved=tuple(
                 self._saved.at(segment, in_unit=False) for segment in range(len(self.calls) + 1)
             ),
+            script=self.values.script(),
+            repeated=frozenset(self._repeated),
         )
 
     # ------------------------------------------------------------------ one unit call
@@ -209,14 +229,20 @@ class Tracer:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if self._busy:
                     return original(*args, **kwargs)
-                return self._call(name, module, original, args, kwargs)
+                return self._call(name, module, original, entry, args, kwargs)
 
             return call
 
         return wrap
 
     def _call(
-        self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        name: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        entry: str,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         index = len(self.calls)
         arguments, structure = flatten((args, kwargs))
@@ -229,37 +255,92 @@ class Tracer:
             in_checkpoint = check_callers(name, module, self._module_names)
             if not in_checkpoint:
                 self._random.at(index, 1)
-            before = _tensor_attributes(module)
-            flops = self.operators.flops
-            self._busy, self.operators.inside, self._saved.in_unit = True, index, True
-            try:
-                out, written = self._execute(name, module, original, arguments, structure)
-            finally:
-                self._busy, self.operators.inside, self._saved.in_unit = False, None, False
-            leaves, num_outputs, out_structure = self._outputs(
-                index, module, out, arguments, written, before
-            )
-            saved = self._saved.at(index, in_unit=True)
+            described = arguments_key(arguments)
+            place = None if self._memo is None else self._memo.key(name, module, described)
+            known = None if self._memo is None else self._memo.get(place, structure)
+            if known is None:
+                out, known, saved = self._observe(name, module, original, arguments, structure)
+                if self._memo is not None and not in_checkpoint and self._is_clean(name):
+                    self._memo.put(place, known)
+            else:
+                out, saved = self._repeat(name, known, arguments), ()
+                if entry == "_call_impl" and module._forward_hooks:
+                    run_forward_hooks(module, args, kwargs, out)
             self.calls.append(
                 UnitCall(
                     index,
                     name,
                     inputs,
                     unit_inputs,
-                    out_structure,
-                    leaves,
-                    num_outputs,
+                    known.made,
+                    known.leaves,
+                    known.num_outputs,
                     in_checkpoint=in_checkpoint,
-                    flops=self.operators.flops - flops,
+                    flops=known.flops,
                     parameters=sum(p.numel() for p in module.parameters()),
                     parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
-                    activation_bytes=sum(num_bytes for _, num_bytes in saved),
+                    activation_bytes=known.activation_bytes,
                     saved=saved,
+                    arguments=described,
                 )
             )
             self.values.segment = self._saved.position = len(self.calls)
             self._random.at(index, 2)
         return out
+
+    def _is_clean(self, name: str) -> bool:
+        return not any(note.startswith(f"{name} ran on random") for note in self.notes)
+
+    def _observe(
+        self,
+        name: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        arguments: list[Any],
+        structure: TreeSpec,
+    ) -> tuple[Any, Outcome, tuple[tuple[int, int], ...]]:
+        """Run the unit and see what it does, and what it keeps for its backward."""
+        index = len(self.calls)
+        before = _tensor_attributes(module)
+        flops = self.operators.flops
+        self._busy, self.operators.inside, self._saved.in_unit = True, index, True
+        try:
+            with function_mode_off(self.values):
+                out, written = self._execute(name, module, original, arguments, structure)
+        finally:
+            self._busy, self.operators.inside, self._saved.in_unit = False, None, False
+        leaves, num_outputs, made = self._outputs(index, module, out, arguments, written, before)
+        flops = self.operators.flops - flops
+        saved = self._saved.at(index, in_unit=True)
+        saved_bytes = sum(num_bytes for _, num_bytes in saved)
+        return out, Outcome(structure, made, leaves, num_outputs, flops, saved_bytes), saved
+
+    def _of_repeated(self, name: str) -> frozenset[Any]:
+        """What the first trace says of the units that were not run in this one."""
+        if self._like is None or not self._repeated:
+            return frozenset()
+        inside = tuple(f"{unit}." for unit in self._repeated)
+        return frozenset(
+            changed
+            for changed in getattr(self._like, name)
+            if f"{changed if isinstance(changed, str) else changed[0]}.".startswith(inside)
+        )
+
+    def _repeat(self, name: str, known: Outcome, arguments: list[Any]) -> Any:
+        """Do as the unit did before."""
+        index = len(self.calls)
+        self._repeated.add(name)
+        values = rebuild(known, arguments)
+        for number, (leaf, value) in enumerate(zip(known.leaves, values, strict=True)):
+            if isinstance(leaf, NewTensor):
+                key = frozenset({(index, number)})
+                self.operators.set(value, key)
+                self.values.set(value, key)
+        reads = self._like.glue_reads_by_unit.get(name) if self._like is not None else None
+        if reads:
+            self.operators.unit_reads.setdefault(index, set()).update(reads)
+        self.operators.flops += known.flops
+        return unflatten(values, known.made)
 
     def _execute(
         self,

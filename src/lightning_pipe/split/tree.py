@@ -91,7 +91,26 @@ def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
 
 def tensors(value: Any) -> list[Tensor]:
     """Return every tensor in ``value``."""
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for item in value:
+            _collect(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _collect(item, found)
+    elif kind not in _PLAIN:
+        found += [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -74,16 +74,22 @@ class Tail:
     def microbatch(self) -> Iterator[None]:
         """Notes what one micro-batch does on the last stage, and undoes it."""
         self._logs.next_microbatch()
-        with patched([(self._root, "log", self._logs.log)]), self._metrics.microbatch():
-            yield
+        try:
+            with patched([(self._root, "log", self._logs.log)]), self._metrics.microbatch():
+                yield
+        except Exception:
+            self._attributes.undo()
+            raise
         self._attributes.take()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undoes what a stage before the last changes: the last one re-runs it and is the one that
         counts."""
-        yield
-        self._attributes.undo()
+        try:
+            yield
+        finally:
+            self._attributes.undo()
 
     def returned(self, value: Any) -> None:
         """Notes what the step returned for a micro-batch."""

@@ -98,10 +98,12 @@ class MetricTape:
             for index, metric in enumerate(self.metrics)
             for method in _CALLS
         ]
-        with attributes(patches):
-            yield
-        for index, saved in self._saved.items():
-            _restore(self.metrics[index], saved)
+        try:
+            with attributes(patches):
+                yield
+        finally:
+            for index, saved in self._saved.items():
+                _restore(self.metrics[index], saved)
         self._calls.append(calls)
 
     def finish(self, rows: Sequence[int]) -> dict[int, MetricState]:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 from _lightning_pipe_autoload import listen
 
 if TYPE_CHECKING:
-    from lightning_pipe.callbacks import BubbleMonitor, EffectiveBatchRescaler, PipelineProgress
+    from lightning_pipe.callbacks import (
+        BubbleMonitor,
+        EffectiveBatchRescaler,
+        PipelineDoctor,
+        PipelineProgress,
+    )
     from lightning_pipe.errors import (
         BatchError,
         CheckpointError,
@@ -43,6 +48,7 @@ __all__ = [
     "EffectiveBatchRescaler",
     "Op",
     "PeerError",
+    "PipelineDoctor",
     "PipelineError",
     "PipelineProgress",
     "PipelineStrategy",
@@ -62,6 +68,7 @@ _HOMES = {
     "BubbleMonitor": "callbacks",
     "EffectiveBatchRescaler": "callbacks",
     "Op": "planning.ir",
+    "PipelineDoctor": "callbacks",
     "PipelineProgress": "callbacks",
     "PipelineStrategy": "strategy",
     "Plan": "planning.plan",

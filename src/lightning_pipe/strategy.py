@@ -37,6 +37,7 @@ from lightning_pipe.manners import (
     show_plan,
 )
 from lightning_pipe.planning.attribution import MeasuredBubble
+from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.timeline import Timeline
 from lightning_pipe.processes import PipelineProcesses
@@ -424,6 +425,11 @@ class PipelineStrategy(PipelineProcesses):
     def last_timeline(self) -> Timeline | None:
         """What this rank did in the last step; None before the first."""
         return None if self._pipeline is None else timeline(self._pipeline)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What was run in the last step; None before the first."""
+        return None if self._pipeline is None else self._pipeline.schedule
 
     def gather_bubble(self) -> MeasuredBubble | None:
         """Where the bubble of the last step is from, over all ranks; all have to call this."""

@@ -15,7 +15,7 @@ from tests.helpers import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe import BubbleMonitor, ConfigError, PipelineStrategy
+from lightning_pipe import BubbleMonitor, ConfigError, PipelineDoctor, PipelineStrategy
 
 UNIT_S = 0.03
 
@@ -57,28 +57,31 @@ class _Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _fit(units: list[float], devices: int, root: Any = None, **strategy: Any) -> dict[str, Any]:
-    monitor = BubbleMonitor(every_n_steps=2)
+def _fit(
+    units: list[float], devices: int, root: Any = None, *, plain: bool = False, **strategy: Any
+) -> dict[str, Any]:
+    monitor, doctor = BubbleMonitor(every_n_steps=2), PipelineDoctor(num_steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=devices,
-            strategy=PipelineStrategy(balance="uniform", **strategy),
-            callbacks=[monitor],
+            strategy="auto" if plain else PipelineStrategy(balance="uniform", **strategy),
+            callbacks=[monitor, doctor],
             max_epochs=1,
             logger=CSVLogger(root) if root else False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(_Module(units), DataLoader(TensorDataset(torch.ones(32, 1)), batch_size=16))
+        trainer.fit(_Module(units), DataLoader(TensorDataset(torch.ones(48, 1)), batch_size=16))
     assert monitor.latest is not None
     assert trainer.strategy.bubble is not None
     return {
         "measured": monitor.latest,
         "ideal": trainer.strategy.bubble.ideal_fraction,
         "summary": monitor.summary(),
+        "verdict": doctor.verdict,
         "path": trainer.logger.log_dir if trainer.logger else None,
     }
 
@@ -87,7 +90,7 @@ def _runs(root: str) -> list[dict[str, Any]]:
     return [
         _fit([1.0, 1.0], 2, root, num_microbatches=4, schedule="1f1b"),
         _fit([0.5] * 4, 2, num_microbatches=4, schedule="interleaved_1f1b", virtual_stages=2),
-        _fit([1.0, 2.0], 2, num_microbatches=4, schedule="1f1b"),
+        _fit([1.0, 2.0], 2, num_microbatches=8, schedule="1f1b"),
         _fit([1.0, 1.0], 2, num_microbatches=1, schedule="gpipe"),
     ]
 
@@ -100,13 +103,14 @@ def test_sleeping_stages_have_the_bubble_of_their_schedule(tmp_path: Any) -> Non
             assert run["ideal"] == pytest.approx(ideal)
             assert found.bubble_fraction > ideal - 0.01
             _parts_add_up(found)
-        # a slow stage: 15 units of 2 ranks, of which the fast one computes 12 of 27
         assert uneven["measured"].imbalance_fraction > 0.1
         assert (
             uneven["measured"].stage_utilisations[1]
             > 1.5 * (uneven["measured"].stage_utilisations[0])
         )
         _parts_add_up(uneven["measured"])
+        assert (uneven["verdict"].cause, uneven["verdict"].stage) == ("imbalance", 1)
+        assert one["verdict"].cause == "bubble"
         assert "ideal 20.0%" in even["summary"]
     header, *rows = Path(results[0][0]["path"], "metrics.csv").read_text().splitlines()
     for name in ("bubble_fraction", "bubble_ideal", "bubble_host", "bubble_fraction/rank_1"):
@@ -125,7 +129,4 @@ def test_what_it_cannot_measure_is_refused() -> None:
     with pytest.raises(ConfigError, match="every_n_steps=0"):
         BubbleMonitor(every_n_steps=0)
     with pytest.raises(ConfigError, match="strategy is SingleDeviceStrategy"):
-        pl.Trainer(accelerator="cpu", devices=1, callbacks=[BubbleMonitor()], logger=False,
-                   enable_checkpointing=False, enable_progress_bar=False,
-                   enable_model_summary=False).fit(
-            _Module([0.0]), DataLoader(TensorDataset(torch.ones(4, 1))))  # fmt: skip
+        _fit([0.0], 1, plain=True)

@@ -16,7 +16,7 @@ from lightning_pipe.planning.simulate import bubble_parts, simulate
 from lightning_pipe.planning.timeline import Timeline
 
 
-def _measured(schedule: Schedule, costs: list[StageCosts], link: LinkCosts | None) -> Timeline:
+def as_measured(schedule: Schedule, costs: list[StageCosts], link: LinkCosts | None) -> Timeline:
     """A simulated step as an engine reports it: with the wait before each action."""
     timeline = simulate(schedule, costs, link)
     spans = []
@@ -44,7 +44,7 @@ def _schedules() -> list[Schedule]:
 @pytest.mark.parametrize("schedule", _schedules(), ids=lambda s: f"{s.name}-{s.num_stages}")
 def test_equal_stages_only_fill_and_drain(schedule: Schedule) -> None:
     costs = [StageCosts(1.0, 1.0, 1.0)] * schedule.num_stages
-    found = attribute_bubble(_measured(schedule, costs, None), schedule)
+    found = attribute_bubble(as_measured(schedule, costs, None), schedule)
     ideal = simulate(schedule, costs).bubble_fraction
     assert found.fill_drain_fraction == pytest.approx(ideal)
     assert found.imbalance_fraction == pytest.approx(0.0, abs=1e-12)
@@ -58,14 +58,14 @@ def test_a_slow_stage_is_imbalance_and_a_slow_link_communication(schedule: Sched
     if schedule.name == "naive":
         pytest.skip("one micro-batch: nothing overlaps, so a slow stage makes no rank wait longer")
     costs = [StageCosts(1.0, 1.0, 1.0)] * (schedule.num_stages - 1) + [StageCosts(2.0, 2.0, 2.0)]
-    slow = attribute_bubble(_measured(schedule, costs, None), schedule)
+    slow = attribute_bubble(as_measured(schedule, costs, None), schedule)
     assert slow.imbalance_fraction > 0.05
     assert slow.imbalance_fraction == pytest.approx(
         bubble_parts(schedule, costs).imbalance_fraction
     )
     assert slow.communication_fraction == slow.host_fraction == 0.0
     even = [StageCosts(1.0, 1.0, 1.0)] * schedule.num_stages
-    late = attribute_bubble(_measured(schedule, even, LinkCosts(latency_s=2.0)), schedule)
+    late = attribute_bubble(as_measured(schedule, even, LinkCosts(latency_s=2.0)), schedule)
     expected = bubble_parts(schedule, even, LinkCosts(latency_s=2.0))
     assert late.communication_fraction == pytest.approx(expected.communication_fraction)
     assert late.communication_fraction > 0.05

@@ -1,7 +1,8 @@
 """Callbacks that show what a pipeline does and keep training the same when its sizes change."""
 
 from lightning_pipe.callbacks.bubble import BubbleMonitor
+from lightning_pipe.callbacks.doctor import PipelineDoctor
 from lightning_pipe.callbacks.effective_batch import EffectiveBatchRescaler
 from lightning_pipe.callbacks.progress import PipelineProgress
 
-__all__ = ["BubbleMonitor", "EffectiveBatchRescaler", "PipelineProgress"]
+__all__ = ["BubbleMonitor", "EffectiveBatchRescaler", "PipelineDoctor", "PipelineProgress"]

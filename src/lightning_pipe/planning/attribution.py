@@ -10,7 +10,7 @@ four add up to the whole.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.errors import PlanError
@@ -19,7 +19,7 @@ from lightning_pipe.planning.ir import Action, Op, Schedule
 from lightning_pipe.planning.simulate import simulate
 from lightning_pipe.planning.timeline import Span, Timeline
 
-__all__ = ["MeasuredBubble", "attribute_bubble", "stage_costs_of"]
+__all__ = ["MeasuredBubble", "attribute_bubble", "mean_bubble", "stage_costs_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,19 @@ def attribute_bubble(timeline: Timeline, schedule: Schedule) -> MeasuredBubble:
         host_part_s / timeline.step_s,
         tuple(timeline.rank_bubble_fraction(rank) for rank in range(timeline.num_ranks)),
         tuple(busy_s[stage] / timeline.step_s for stage in range(schedule.num_stages)),
+    )
+
+
+def mean_bubble(found: Sequence[MeasuredBubble]) -> MeasuredBubble:
+    """The mean over several steps of one schedule."""
+    count = len(found)
+    return MeasuredBubble(
+        sum(one.fill_drain_fraction for one in found) / count,
+        sum(one.imbalance_fraction for one in found) / count,
+        sum(one.communication_fraction for one in found) / count,
+        sum(one.host_fraction for one in found) / count,
+        tuple(sum(x) / count for x in zip(*(one.rank_fractions for one in found), strict=True)),
+        tuple(sum(x) / count for x in zip(*(one.stage_utilisations for one in found), strict=True)),
     )
 
 

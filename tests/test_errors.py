@@ -8,7 +8,9 @@ import pytest
 
 from lightning_pipe import errors
 
-USER_MISTAKES = {"BatchError", "ConfigError", "CutError", "PlanError", "ScheduleError"}
+USER_MISTAKES = {
+    *("BatchError", "ConfigError", "CutError", "MeetingError", "PlanError", "ScheduleError")
+}
 
 
 @pytest.mark.parametrize("name", errors.__all__)

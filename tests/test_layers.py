@@ -29,9 +29,11 @@ LAYERS: dict[str, set[str]] = {
     "steps": {"torch"},
     "report": set(),
     "states": {"torch", "psutil"},
+    "parts": {"torch"},
+    "hooks": {"torch"},
     "manners": {"torch", "torchmetrics", "lightning", "lightning_utilities", "rich"},
     "processes": {"torch", "lightning", "typing_extensions"},
-    "strategy": {"torch", "torchmetrics", "lightning", "typing_extensions"},
+    "strategy": {"torch", "lightning", "lightning_utilities", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
     "cli": {"lightning", "jsonargparse"},
 }

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.data import sized_len
 
 from lightning_pipe import _lightning as seam
 from lightning_pipe.runtime.accelerator import get_rng_state, set_rng_state
+from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.share import broadcast_object
 
@@ -74,7 +75,8 @@ class SharedLoader:
         return iterator
 
     def _agree(self, value: Any) -> Any:
-        return broadcast_object(self._ranks, value, self._ranks.first_position)
+        with at(self._ranks, "sets up a data loader"):
+            return broadcast_object(self._ranks, value, self._ranks.first_position)
 
 
 class _SharedIterator(Iterator[Any]):
@@ -102,7 +104,8 @@ class _SharedIterator(Iterator[Any]):
         )
         self._loader = loader
         self._num_sent = 0
-        self.num_batches = broadcast_object(ranks, length, ranks.first_position)
+        with at(ranks, "begins to read a data loader"):
+            self.num_batches = broadcast_object(ranks, length, ranks.first_position)
 
     def __next__(self) -> Any:
         read = self._peeked
@@ -151,7 +154,8 @@ class _SharedIterator(Iterator[Any]):
             self._num_sent += len(rows)
             rng = _get_rng(self._device)
             read = _Read(read.batch, read.is_end, read.error, rng, rows)
-        shared: _Read = broadcast_object(self._ranks, read, self._ranks.first_position)
+        with at(self._ranks, "reads a batch"):
+            shared: _Read = broadcast_object(self._ranks, read, self._ranks.first_position)
         if self._ranks.is_first:
             return read
         if self._seen is not None:

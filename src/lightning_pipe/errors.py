@@ -6,6 +6,7 @@
       ScheduleError(ValueError)     the schedule is not runnable; carries rank, step, action
       BatchError(ValueError)        the batch cannot be split into micro-batches
       ConfigError(ValueError)       the arguments contradict each other or the machine
+      MeetingError(ValueError)      ranks of a pipeline are at different places of the program
       StageMismatchError            two neighbouring stages disagree about a tensor
       PeerError                     another rank failed; its own traceback is the cause
       CheckpointError               the saved stages do not make this model
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CutError",
+    "MeetingError",
     "PeerError",
     "PipelineError",
     "PlanError",
@@ -75,6 +77,10 @@ class BatchError(PipelineError, ValueError):
 
 class ConfigError(PipelineError, ValueError):
     """The arguments contradict each other, the Trainer or the machine."""
+
+
+class MeetingError(PipelineError, ValueError):
+    """The ranks of a pipeline are at different places of the program, so none could go on."""
 
 
 class StageMismatchError(PipelineError):

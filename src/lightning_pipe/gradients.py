@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 
 
@@ -136,5 +137,6 @@ def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
     own = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     square = own.detach().to("cpu", torch.float64) ** 2
     if ranks.control_group is not None:
-        dist.all_reduce(square, group=ranks.control_group)
+        with at(ranks, "clips gradients"):
+            dist.all_reduce(square, group=ranks.control_group)
     return square.sqrt().to(own.device, own.dtype)

@@ -68,7 +68,8 @@ class Home:
     ownership: Ownership
 
     def owners(self, name: str) -> tuple[int, ...]:
-        """Positions that hold a parameter, in the order of their stages."""
+        """Positions that hold a parameter, in the order of their stages; none if it was not there
+        at the cut."""
         ranks = [self.stage_to_rank[s] for s, held in enumerate(self.held) if name in held]
         return tuple(dict.fromkeys(ranks))
 

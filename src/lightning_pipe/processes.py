@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -24,9 +23,9 @@ from typing_extensions import override
 from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import ConfigError, PeerError
 from lightning_pipe.layout import Layout
-from lightning_pipe.runtime import share
+from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
-from lightning_pipe.runtime.ranks import Ranks, make_ranks
+from lightning_pipe.runtime.ranks import Ranks, Talk, make_ranks
 from lightning_pipe.runtime.watchdog import guard
 
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -207,19 +206,20 @@ class PipelineProcesses(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._ranks is None or self._ranks.num_positions == 1:
             return decision
-        decisions = share.gather_objects(self._ranks, bool(decision)) or []
-        return False not in decisions if all else True in decisions
+        decisions = meeting.meet(self._ranks, "takes a decision with the others", bool(decision))
+        return 0 not in decisions if all else 1 in decisions
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._ranks is None or self._ranks.num_positions == 1:
             return obj
-        return share.broadcast_object(self._ranks, obj, self._ranks.order.index(src))
+        with meeting.at(self._ranks, "gives an object to all"):
+            return share.broadcast_object(self._ranks, obj, self._ranks.order.index(src))
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._ranks is not None and self._ranks.control_group is not None:
-            dist.barrier(group=self._ranks.control_group)
+        if self._ranks is not None:
+            meeting.meet(self._ranks, f"waits for all at {name or 'a barrier'}")
 
     # ------------------------------------------------------------------ the end
 
@@ -257,10 +257,21 @@ class _Doing:
 
     @property
     def text(self) -> str:
+        talk = self._talk
+        if talk is not None and talk.place:
+            return f"waits for the others where it {talk.place}"
         progress = self._strategy._progress()
         return "sets up" if progress is None else progress.text
 
     @property
     def since_s(self) -> float:
+        talk = self._talk
+        if talk is not None and talk.place:
+            return talk.since_s
         progress = self._strategy._progress()
         return self._start_s if progress is None else progress.since_s
+
+    @property
+    def _talk(self) -> Talk | None:
+        ranks = self._strategy._ranks
+        return None if ranks is None else ranks.talk

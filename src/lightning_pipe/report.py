@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_pipe.planning.attribution import MeasuredBubble, attribute_bubble
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.planning.timeline import Timeline
+from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.share import gather_objects
 from lightning_pipe.steps import Pipeline
 
@@ -46,6 +47,7 @@ def timeline(pipeline: Pipeline, *, of_all_ranks: bool = False) -> Timeline | No
         return None
     spans = list(pipeline.spans)
     if of_all_ranks:
-        parts = gather_objects(pipeline.ranks, spans) or []
+        with at(pipeline.ranks, "gathers the timeline"):
+            parts = gather_objects(pipeline.ranks, spans) or []
         spans = [span for part in parts for span in part]
     return Timeline.from_spans(spans, pipeline.ranks.num_positions)

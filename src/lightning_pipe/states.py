@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_pipe.home import Home
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
+from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.ownership import parameter_names
 from lightning_pipe.steps import Pipeline
@@ -67,8 +68,9 @@ class SpreadModel:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model under its own names on the first rank; elsewhere with fakes."""
-        buffers = gather_buffers(self._buffers, self._home, self._ranks)
-        values = gather_parameters(self._module, self._home, self._ranks, everywhere=False)
+        with at(self._ranks, "gathers the weights of the model"):
+            buffers = gather_buffers(self._buffers, self._home, self._ranks)
+            values = gather_parameters(self._module, self._home, self._ranks, everywhere=False)
         if not self._ranks.is_first:
             return self._module.state_dict()
         with whole(self._module, values, buffers):
@@ -76,7 +78,8 @@ class SpreadModel:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, numbered as on one device, on the first rank."""
-        return gather_optimizer_state(optimizer, self._names, self._home, self._ranks)
+        with at(self._ranks, "gathers the state of the optimizer"):
+            return gather_optimizer_state(optimizer, self._names, self._home, self._ranks)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Gives an optimizer the part of a whole state that belongs to this rank."""
@@ -90,6 +93,10 @@ class SpreadModel:
             mode: To "all" ranks, to "rank_zero", to "none", or "auto": to all if they fit.
             num_processes: Processes of this machine, which share its memory.
         """
+        with at(self._ranks, "makes the model whole at the end"):
+            self._restore(mode, num_processes)
+
+    def _restore(self, mode: str, num_processes: int) -> None:
         if mode == "auto":
             mode = "all" if self._fits(num_processes) else "rank_zero"
         self._mode = mode
@@ -186,7 +193,9 @@ def gather_parameters(
         everywhere: To all ranks; else to the first only, and the others get none.
     """
     keep = home.ownership.keep
-    owner_of = {name: home.owners(name)[0] for name in parameter_names(module)}
+    # those that a hook has added since the cut are on every rank
+    known = (name for name in parameter_names(module) if home.owners(name))
+    owner_of = {name: home.owners(name)[0] for name in known}
     local = {name: module.get_parameter(name).detach() for name in keep}
     if not everywhere:
         found = gather_state(ranks, local, owner_of) or {}
@@ -267,7 +276,8 @@ def gather_optimizer_state(
         {k for part in keys for k in part}, key=lambda k: (not isinstance(k, int), k)
     ):
         name = names.get(id(parameters[key])) if isinstance(key, int) else None
-        owner_of[key] = ranks.first_position if name is None else home.owners(name)[0]
+        owners = () if name is None else home.owners(name)
+        owner_of[key] = owners[0] if owners else ranks.first_position
     gathered = gather_state(ranks, state["state"], owner_of)
     return state if gathered is None else {**state, "state": gathered}
 

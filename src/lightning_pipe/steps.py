@@ -33,6 +33,7 @@ from lightning_pipe.planning.schedules import forward_only
 from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
+from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
@@ -57,6 +58,7 @@ class Pipeline:
         device: Where its stages live.
         context: The precision context of a step, by its name.
         seed: The same on all ranks; random keys of micro-batches are made from it.
+        follows_hooks: Whether code of the user runs before steps, which may need other ranks.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Pipeline:
         *,
         context: Context,
         seed: int,
+        follows_hooks: bool = False,
     ) -> None:
         self.module = module
         self.layout = layout
@@ -80,6 +83,7 @@ class Pipeline:
         self.schedule: Schedule | None = None
         self._context = context
         self._seed = seed
+        self._follows_hooks = follows_hooks
         self._home: Home | None = None
         self._plan: Plan | None = None
         self._cuts = Cuts(module, ranks.position, device.type)
@@ -109,6 +113,7 @@ class Pipeline:
         Raises:
             CutError: The step cannot be cut, or the ranks saw different steps.
         """
+        meet(self.ranks, "traces its first step")
         self._check_rules(args[0])
         pieces = self._split(args[0])
         piece = pieces.batches[0]
@@ -230,6 +235,8 @@ class Pipeline:
         Returns:
             What the step returned, merged over micro-batches, and the gradients of this rank.
         """
+        if self._follows_hooks:
+            meet(self.ranks, f"runs {name}")
         pieces = self._split(args[0])
         state = self._state_key(name, training=training)
         step = StepRun(

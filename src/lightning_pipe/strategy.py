@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,6 +31,7 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
+from lightning_pipe.hooks import Hooks, NoHooks
 from lightning_pipe.manners import (
     AtomicCheckpointIO,
     move_own,
@@ -36,13 +39,14 @@ from lightning_pipe.manners import (
     refuse_training,
     show_plan,
 )
+from lightning_pipe.parts import Parts
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.timeline import Timeline
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.report import Bubble, bubble, gather_bubble, timeline
-from lightning_pipe.runtime import share
+from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
@@ -145,12 +149,13 @@ class PipelineStrategy(PipelineProcesses):
         self._pipeline: Pipeline | None = None
         self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
+        self._hooks: Hooks | None = None
         self._undo: list[Callable[[], None] | None] = []
         self._postponed = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "_pipeline": None, "_spread": None, "_undo": []}
+        return {**state, "_pipeline": None, "_spread": None, "_hooks": None, "_undo": []}
 
     # ------------------------------------------------------------------ setup
 
@@ -178,6 +183,8 @@ class PipelineStrategy(PipelineProcesses):
         if fitting:
             refuse_training(module)
         self.model = self.precision_plugin.convert_module(module)
+        flags = meeting.meet(ranks, "sets the model up", seam.has_user_hooks(trainer))
+        has_hooks = any(flags) and ranks.num_positions > 1
         share_initial_state(module, ranks)
         share_random_state(ranks, self.root_device)
         self._pipeline = Pipeline(
@@ -187,7 +194,10 @@ class PipelineStrategy(PipelineProcesses):
             self.root_device,
             context=lambda name: getattr(self.precision_plugin, _CONTEXTS[name])(),
             seed=share.broadcast_object(ranks, torch.initial_seed(), ranks.first_position),
+            follows_hooks=has_hooks,
         )
+        if has_hooks:
+            self._undo.append(seam.around_hooks(trainer, self._hook_runs))
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -207,12 +217,30 @@ class PipelineStrategy(PipelineProcesses):
                 ),
                 share_overflow(self.precision_plugin, ranks, self.root_device),
             ]
+            if ranks.num_positions > 1:
+                self._undo += [
+                    seam.agree_on_stopping(trainer, self._agree_on_stopping),
+                    seam.agree_on_monitored(trainer, self._agree_on_monitored),
+                ]
+            if has_hooks:
+                self._undo.append(seam.after_closure(self.precision_plugin, self._meet_to_step))
 
     @property
     def _passes_through(self) -> bool:
         """Whether there is nothing to pipeline: one rank, one stage, no micro-batches asked for."""
         layout = self._pipeline_layout
         return layout.num_stages == 1 and layout.num_microbatches is None
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        with self._between.suspended():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -259,7 +287,9 @@ class PipelineStrategy(PipelineProcesses):
         """Cuts the model on its first batch."""
         assert self._spread is not None
         assert self._pipeline is not None
-        self._spread.cut(name, args, training=training)
+        with self._between.suspended():
+            self._spread.cut(name, args, training=training)
+        self._hooks = Hooks(Parts(self._module, self._pipeline.home, self._own_ranks))
         self.model_to_device()
         self._spread.watch_buffers()
         self._plan = self._pipeline.plan
@@ -317,7 +347,7 @@ class PipelineStrategy(PipelineProcesses):
     def _run(self, name: str, args: tuple[Any, ...], *, training: bool) -> Any:
         trainer = self._module.trainer
         scaler = getattr(self.precision_plugin, "scaler", None)
-        with self._ending_all():
+        with self._ending_all(), self._between.suspended():
             return self._running.run(
                 name,
                 args,
@@ -367,7 +397,8 @@ class PipelineStrategy(PipelineProcesses):
             return super().lightning_module_state_dict()
         self._refuse_if_failed()
         assert self._spread is not None
-        return self._spread.state_dict()
+        with self._between.suspended():
+            return self._spread.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -375,7 +406,8 @@ class PipelineStrategy(PipelineProcesses):
         if self._spread is None or not self._spread.has_optimizers:
             return super().optimizer_state(optimizer)
         self._refuse_if_failed()
-        return self._spread.optimizer_state(seam.plain_optimizer(optimizer))
+        with self._between.suspended():
+            return self._spread.optimizer_state(seam.plain_optimizer(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -406,6 +438,9 @@ class PipelineStrategy(PipelineProcesses):
             self._pipeline.tail.release()
         if self._spread is not None and self._is_cut and not self._failed:
             self._spread.restore(self._restore_model, self.num_processes)
+        if self._hooks is not None:
+            self._hooks.parts.release()
+            self._hooks = None
         self._guard.close()
         seam.teardown(self, super().teardown)
 
@@ -440,6 +475,32 @@ class PipelineStrategy(PipelineProcesses):
         return None if self._pipeline is None else timeline(self._pipeline, of_all_ranks=True)
 
     # ------------------------------------------------------------------ pieces
+
+    @property
+    def _between(self) -> Hooks | NoHooks:
+        return self._hooks if self._hooks is not None else NoHooks()
+
+    def _hook_runs(self) -> AbstractContextManager[None]:
+        return self._between.running() if self._is_cut else nullcontext()
+
+    def _meet_to_step(self) -> None:
+        meeting.meet(self._own_ranks, "steps the optimizer")
+
+    def _agree_on_monitored(self, key: str, value: Any) -> Any:
+        ranks = self._own_ranks
+        with meeting.at(ranks, f"steps a scheduler that monitors {key}"):
+            values = share.gather_objects(ranks, value if value is None else float(value)) or []
+        first = values[ranks.first_position]
+        if any(other != first for other in values):
+            rank_zero_warn(
+                f"{key}, which a learning rate scheduler monitors, is {values} on the ranks of the "
+                f"pipeline: all take {first}, the value of global rank 0. Log the same on all ranks"
+            )
+        return value if value is None or first is None else torch.as_tensor(first)
+
+    def _agree_on_stopping(self, place: str, stops: bool, ended: bool) -> tuple[bool, bool]:
+        flags = meeting.meet(self._own_ranks, place, stops + 2 * ended)
+        return any(flag & 1 for flag in flags), any(flag & 2 for flag in flags)
 
     @property
     def _module(self) -> LightningModule:

@@ -6,12 +6,31 @@ pipeline, so the process that owns the logger and the progress bar is the one th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_pipe.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Talk:
+    """Where this rank is in its meetings with the others; `meeting` reads and writes it.
+
+    Attributes:
+        answer: What gives this rank's answer to a question of another.
+        depth: Meetings that this rank is in, one within the other.
+        place: What it waits for now; empty if for nothing.
+        since_s: Since when.
+    """
+
+    answer: Callable[[Any], Any] | None = None
+    depth: int = 0
+    place: str = ""
+    since_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +47,7 @@ class Ranks:
         control_group: A gloo group of the same processes, for objects; None if there is one rank.
         data_parallel_size: Copies of the pipeline.
         data_parallel_rank: The copy that this process belongs to.
+        talk: Where this rank is in its meetings with the others.
     """
 
     world_size: int
@@ -39,6 +59,7 @@ class Ranks:
     control_group: dist.ProcessGroup | None = None
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    talk: Talk = field(default_factory=Talk, compare=False, repr=False)
 
     @property
     def first_global_rank(self) -> int:

@@ -30,11 +30,16 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.overrides import (
     TorchFunctionMode,
+    _get_current_function_mode,
     _get_current_function_mode_stack,
     _pop_mode_temporarily,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.tree import tensors
@@ -165,16 +170,27 @@ GHOSTS = GhostMode()
 
 
 class ForeignParameter(nn.Parameter):
-    """What an emptied parameter becomes: who kept it elsewhere gets an error, not nothing."""
+    """What an emptied parameter becomes: who kept it elsewhere uses its fake, not nothing."""
+
+    stand_in: Tensor
 
     @classmethod
     def __torch_function__(  # type: ignore[no-untyped-def]
         cls, func, types, args=(), kwargs=None
     ):
-        raise CutError(_OUTSIDE.format(getattr(func, "__name__", func)))
+        args, kwargs = with_stand_ins(args, kwargs or {})
+        return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return "a parameter that lives on another rank of the pipeline"
+
+
+def with_stand_ins(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments with fakes in the places of emptied parameters."""
+    found: tuple[Any, Any] = pytree.tree_map(
+        lambda leaf: leaf.stand_in if type(leaf) is ForeignParameter else leaf, (args, kwargs)
+    )
+    return found
 
 
 def is_fake(value: Any) -> bool:
@@ -226,6 +242,18 @@ def inside_transform() -> bool:
     """Tell whether ``vmap``, ``grad``, ``jvp`` or forward-mode differentiation is at work here:
     tensors then carry more than their data."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+@contextmanager
+def popped(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> Iterator[None]:
+    """Pop two modes for a while, if no other is above them."""
+    if _get_current_dispatch_mode() is not dispatch or (
+        _get_current_function_mode() is not function
+    ):
+        yield
+        return
+    with _pop_mode_temporarily(), _disable_current_modes():
+        yield
 
 
 @contextmanager
@@ -288,8 +316,10 @@ __all__ = [
     "is_fake",
     "is_foreign",
     "mutated_arguments",
+    "popped",
     "quiet_fakes",
     "storage_key",
     "taint",
+    "with_stand_ins",
     "without_modes",
 ]

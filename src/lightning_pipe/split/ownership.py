@@ -68,7 +68,7 @@ class Ownership:
     def drop_foreign(self, device: torch.device | None = None) -> None:
         """Replace every foreign parameter by a fake on ``device`` and free its memory.
 
-        The parameter objects are kept, emptied: whoever holds one elsewhere gets an error when they
+        The parameter objects are kept, emptied: whoever holds one elsewhere uses the fake when they
         use it, and finds it filled again after :meth:`restore`.
         """
         for name in self.foreign:
@@ -85,6 +85,7 @@ class Ownership:
             original.grad = None
             original.data = torch.empty(0, dtype=data.dtype)
             original.__class__ = ForeignParameter
+            vars(original)["stand_in"] = self._fakes[name]
             self._classes[name] = kind
             self._put(name, self._fakes[name])
 
@@ -97,6 +98,7 @@ class Ownership:
             original = self._originals.pop(name)
             fake = self._fakes.pop(name)
             original.__class__ = self._classes.pop(name)
+            vars(original).pop("stand_in", None)
             original.data = values[name]
             original.requires_grad_(fake.requires_grad)
             self._put(name, original)

@@ -1,0 +1,147 @@
+"""All ranks of a pipeline at one place of their program; else an error that says who is where.
+
+Collectives pair by their order. Without a check, a rank that saves a checkpoint alone would give
+its sizes to another that waits for a batch, or wait for it until the timeout. So before a
+collective that follows code of the user, all ranks meet: they compare the name of the place, which
+costs one small message. A rank that needs something of the others while they are elsewhere (a weight, in a
+hook that one rank alone runs) asks, and those who wait at a place answer and wait on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipe.errors import MeetingError
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.ranks import Ranks
+
+Item = tuple[int, Hashable]
+"""The position that knows something, and what it is asked."""
+
+_OUR_CODE = ("lightning_pipe", "lightning", "torch", "lightning_utilities")
+
+
+def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
+    """Waits until all ranks are at this place; meanwhile answers those that ask something.
+
+    Args:
+        ranks: This rank.
+        place: What this rank is about to do, as the end of "rank 0 ...".
+        flag: A number for the others.
+
+    Returns:
+        The flags of all ranks, by position.
+
+    Raises:
+        MeetingError: Other ranks are at another place; on all ranks.
+    """
+    if ranks.num_positions == 1 or ranks.talk.depth:
+        return [flag]
+    with _waiting(ranks, place):
+        while True:
+            headers = _exchange(ranks, is_question=False, text=place, flag=flag)
+            if not any(header[0] for header in headers):
+                break
+            _answer(ranks, headers, None)
+    if len({header[1] for header in headers}) > 1:
+        _raise_apart(ranks, place)
+    return [header[2] for header in headers]
+
+
+@contextmanager
+def at(ranks: Ranks, place: str) -> Iterator[None]:
+    """Meets, and lets this rank do within the body what needs no further meeting."""
+    meet(ranks, place)
+    ranks.talk.depth += 1
+    try:
+        yield
+    finally:
+        ranks.talk.depth -= 1
+
+
+def ask(ranks: Ranks, items: Sequence[Item]) -> dict[Item, Any]:
+    """Asks others; they answer where they ask something themselves, or meet.
+
+    Raises:
+        Exception: What the one who was asked could not answer with.
+    """
+    with _waiting(ranks, f"asks for {items[0][1]}"):
+        headers = _exchange(ranks, is_question=True, text=repr(tuple(items)), flag=0)
+        answers = _answer(ranks, headers, tuple(items))
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
+
+
+def _exchange(ranks: Ranks, *, is_question: bool, text: str, flag: int) -> list[tuple[int, ...]]:
+    own = torch.tensor([is_question, zlib.crc32(text.encode()), flag])
+    found = [torch.empty_like(own) for _ in ranks.order]
+    dist.all_gather(found, own, group=ranks.control_group)
+    return [tuple(found[place].tolist()) for place in ranks.order]
+
+
+def _answer(
+    ranks: Ranks, headers: Sequence[tuple[int, ...]], own: tuple[Item, ...] | None
+) -> dict[Item, Any]:
+    """One round of answers; all ranks are in it, also those that asked nothing."""
+    if own is not None and len({header[:2] for header in headers}) == 1:
+        questions: Sequence[tuple[Item, ...] | None] = [own]
+    else:
+        questions = share.gather_objects(ranks, own) or []
+    wanted = dict.fromkeys(item for question in questions for item in question or ())
+    found = {}
+    for item in wanted:
+        owner, key = item
+        value = _own_answer(ranks, key) if owner == ranks.position else None
+        found[item] = share.broadcast_object(ranks, value, owner)
+    return {item: found[item] for item in own or ()}
+
+
+def _own_answer(ranks: Ranks, key: Hashable) -> Any:
+    try:
+        assert ranks.talk.answer is not None, f"{ranks} has no answers yet"
+        return ranks.talk.answer(key)
+    except Exception as error:  # it belongs to who asked
+        return error
+
+
+@contextmanager
+def _waiting(ranks: Ranks, text: str) -> Iterator[None]:
+    talk = ranks.talk
+    talk.place, talk.since_s = text, time.monotonic()
+    try:
+        yield
+    finally:
+        talk.place = ""
+
+
+def _raise_apart(ranks: Ranks, place: str) -> None:
+    listed = "; ".join(share.gather_objects(ranks, f"{ranks} {place}{_users_line()}") or [])
+    raise MeetingError(
+        f"the ranks of the pipeline are at different places of the program: {listed}. Each of "
+        "these needs all ranks, so that none could go on. Let all ranks do the same: take a "
+        "condition on the rank (`is_global_zero`, `global_rank == 0`, `rank_zero_only`) away from "
+        "it, as in `trainer.save_checkpoint(...)`, which writes its file once anyway"
+    )
+
+
+def _users_line() -> str:
+    """Where the innermost code is that is neither ours nor Lightning's."""
+    frame = sys._getframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).split(".")[0]
+        if package not in _OUR_CODE and package not in sys.stdlib_module_names:
+            code = frame.f_code
+            return f" (in {code.co_name}, {Path(code.co_filename).name}:{frame.f_lineno})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

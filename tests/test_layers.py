@@ -19,6 +19,7 @@ LAYERS: dict[str, set[str]] = {
     "split": {"torch", "torchmetrics", "networkx", "numpy"},
     "runtime": {"torch", "psutil"},
     "_lightning": {"torch", "lightning", "lightning_utilities"},
+    "_loops": {"lightning"},
     "layout": set(),
     "home": {"torch"},
     "cuts": {"torch"},
@@ -32,8 +33,9 @@ LAYERS: dict[str, set[str]] = {
     "parts": {"torch"},
     "hooks": {"torch"},
     "manners": {"torch", "torchmetrics", "lightning", "lightning_utilities", "rich"},
+    "agreement": {"torch", "lightning", "lightning_utilities"},
     "processes": {"torch", "lightning", "typing_extensions"},
-    "strategy": {"torch", "lightning", "lightning_utilities", "typing_extensions"},
+    "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
     "cli": {"lightning", "jsonargparse"},
 }
@@ -44,6 +46,7 @@ SEAMS = {
     "runtime/_torch.py": {"torch"},
     "split/_fake.py": {"torch"},
     "split/tree.py": {"torch"},  # torch's pytree
+    "_loops.py": {"lightning"},
     "_lightning.py": {"lightning", "torch"},  # torch for the pytree of CombinedLoader
 }
 # Names that reach up on purpose, inside a function, when they are used and not before.

@@ -1,4 +1,4 @@
-"""SEAM: the only file that touches Lightning's private names.
+"""SEAM: with `_loops`, the only file that touches Lightning's private names.
 
 Whatever a new Lightning release renames is mended here. Nothing here knows of stages.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,15 +19,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -39,7 +31,6 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero as lightning_rank_zero
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core import rank_zero
@@ -272,158 +263,5 @@ def replace_clip(
 
     def undo() -> None:
         precision.__dict__.pop("clip_grad_by_norm", None)
-
-    return undo
-
-
-def agree_on_stopping(
-    trainer: Trainer, agree: Callable[[str, bool, bool], tuple[bool, bool]]
-) -> Callable[[], None]:
-    """Lets all ranks stop training at the same step, whichever of them was told to.
-
-    The Trainer looks at `should_stop` after each batch and each epoch, on every rank at its own.
-
-    Args:
-        trainer: It is about to fit.
-        agree: Called by all ranks with the name of the place, whether this rank was told to stop
-            and whether it got a SIGTERM; returns whether any rank was and did.
-
-    Returns:
-        What undoes it.
-    """
-    fit_loop = trainer.fit_loop
-    loop = fit_loop.epoch_loop
-    after_batch, after_epoch = loop.on_advance_end, fit_loop.on_advance_end
-
-    def shared(place: str) -> bool:
-        trainer.should_stop, ended = agree(place, trainer.should_stop, trainer.received_sigterm)
-        return ended
-
-    def on_batch(fetcher: Any) -> None:
-        ended = shared("ends a batch")
-        validates = loop._should_check_val_fx(fetcher)
-        after_batch(fetcher)
-        if validates:
-            ended |= shared("goes on after a validation")
-        if ended:
-            raise SIGTERMException
-
-    def on_epoch() -> None:
-        after_epoch()
-        if shared("ends an epoch"):
-            raise SIGTERMException
-
-    replaced: list[tuple[Any, str, Any]] = [
-        (loop, "on_advance_end", on_batch),
-        (fit_loop, "on_advance_end", on_epoch),
-    ]
-    if hasattr(loop, "_broadcast_sigterm_tensor"):  # a collective of Lightning's own, each batch
-        replaced.append((loop, "_broadcast_sigterm_tensor", lambda: None))
-    for owner, name, value in replaced:
-        vars(owner)[name] = value
-
-    def undo() -> None:
-        for owner, name, _ in replaced:
-            vars(owner).pop(name, None)
-
-    return undo
-
-
-#: callbacks that look at no weights
-_QUIET = (
-    *(Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor),
-    *(ModelSummary, ProgressBar, Timer),
-)
-#: hooks of a LightningModule in which a user may look at weights, besides `on_...`
-_OTHER_HOOKS = ("optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "backward")
-
-
-def _is_quiet(callback: Callback) -> bool:
-    return isinstance(callback, _QUIET) or type(callback).__module__.startswith("lightning_pipe")
-
-
-def has_user_hooks(trainer: Trainer) -> bool:
-    """Whether code of the user runs between steps."""
-    module = trainer.lightning_module
-    hooks = [n for n in dir(LightningModule) if n.startswith("on_") and n != "on_gpu"]
-    names = [*hooks, *_OTHER_HOOKS]
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
-    return any(is_overridden(name, module) for name in names) or not all(map(_is_quiet, callbacks))
-
-
-def around_hooks(
-    trainer: Trainer, running: Callable[[], AbstractContextManager[None]]
-) -> Callable[[], None]:
-    """Enters `running` around each hook and callback of the user; returns what undoes it.
-
-    The Trainer calls all of them within `profiler.profile`, with their names.
-    """
-    profiler: Any = vars(trainer)["profiler"]
-    module = trainer.lightning_module
-    own = profiler.profile
-    of_module = f"[LightningModule]{type(module).__name__}"
-
-    def is_users(action: str) -> bool:
-        where, _, name = action.rpartition(".")
-        if where == of_module:
-            return is_overridden(name, module)
-        callbacks: list[Callback] = vars(trainer)["callbacks"]
-        return where.startswith("[Callback]") and not any(
-            _is_quiet(c) and where == f"[Callback]{c.state_key}" for c in callbacks
-        )
-
-    known: dict[str, bool] = {}
-
-    @contextmanager
-    def profile(action_name: str) -> Iterator[str]:
-        if action_name not in known:
-            known[action_name] = is_users(action_name)
-        with own(action_name), running() if known[action_name] else nullcontext():
-            yield action_name
-
-    vars(profiler)["profile"] = profile
-
-    def undo() -> None:
-        vars(profiler).pop("profile", None)
-
-    return undo
-
-
-def after_closure(precision: Precision, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` before the optimizer goes on with its gradients; returns what undoes it."""
-    own = precision._after_closure
-
-    def after(*args: Any, **kwargs: Any) -> None:
-        own(*args, **kwargs)
-        then()
-
-    precision._after_closure = after  # type: ignore[method-assign]
-
-    def undo() -> None:
-        precision.__dict__.pop("_after_closure", None)
-
-    return undo
-
-
-def agree_on_monitored(trainer: Trainer, agree: Callable[[str, Any], Any]) -> Callable[[], None]:
-    """Lets schedulers on all ranks see the same value of what they monitor.
-
-    Args:
-        trainer: It is about to fit.
-        agree: Called by all ranks with the key and this rank's value; returns that of the first.
-
-    Returns:
-        What undoes it.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    own = loop._get_monitor_value
-
-    def value(key: str) -> Any:
-        return agree(key, own(key))
-
-    loop._get_monitor_value = value  # type: ignore[method-assign]
-
-    def undo() -> None:
-        loop.__dict__.pop("_get_monitor_value", None)
 
     return undo

@@ -37,9 +37,10 @@ from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
+from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
-from lightning_pipe.split.ownership import Ownership, parameters_of_stages
+from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
 from lightning_pipe.split.signature import signature
@@ -125,6 +126,7 @@ class Pipeline:
                 raise
         self._agree(trace)
         cut = cut_step(self.layout, trace)
+        copies = find_copies(self.module, frozenset().union(*read_by_stages(self.module, cut)))
         held = parameters_of_stages(self.module, cut)
         stage_to_rank = self.layout.stage_to_rank()
         own = [s for s, rank in enumerate(stage_to_rank) if rank == self.ranks.position]
@@ -132,6 +134,9 @@ class Pipeline:
         units: dict[str, set[int]] = {}
         for index, stage in enumerate(cut.stage_of_call):
             units.setdefault(trace.calls[index].unit, set()).add(stage)
+        units |= {name: units[unit] for name, unit in copied_names(units, copies).items()}
+        trace.keep_whole |= copied_names(trace.keep_whole, copies).keys()
+        trace.open_up |= copied_names(trace.open_up, copies).keys()
         sizes = {
             name: (p.numel(), p.numel() * p.element_size())
             for name, p in self.module.named_parameters()

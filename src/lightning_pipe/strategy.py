@@ -22,12 +22,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipe import _lightning as seam
+from lightning_pipe import _loops
+from lightning_pipe.agreement import agree_while_fitting
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
@@ -183,7 +184,7 @@ class PipelineStrategy(PipelineProcesses):
         if fitting:
             refuse_training(module)
         self.model = self.precision_plugin.convert_module(module)
-        flags = meeting.meet(ranks, "sets the model up", seam.has_user_hooks(trainer))
+        flags = meeting.meet(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         has_hooks = any(flags) and ranks.num_positions > 1
         share_initial_state(module, ranks)
         share_random_state(ranks, self.root_device)
@@ -197,7 +198,7 @@ class PipelineStrategy(PipelineProcesses):
             follows_hooks=has_hooks,
         )
         if has_hooks:
-            self._undo.append(seam.around_hooks(trainer, self._hook_runs))
+            self._undo.append(_loops.around_hooks(trainer, self._hook_runs))
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
@@ -216,14 +217,8 @@ class PipelineStrategy(PipelineProcesses):
                     self.precision_plugin, clip_by_norm_over_stages(ranks, self._counts)
                 ),
                 share_overflow(self.precision_plugin, ranks, self.root_device),
+                *agree_while_fitting(trainer, ranks, has_hooks=has_hooks),
             ]
-            if ranks.num_positions > 1:
-                self._undo += [
-                    seam.agree_on_stopping(trainer, self._agree_on_stopping),
-                    seam.agree_on_monitored(trainer, self._agree_on_monitored),
-                ]
-            if has_hooks:
-                self._undo.append(seam.after_closure(self.precision_plugin, self._meet_to_step))
 
     @property
     def _passes_through(self) -> bool:
@@ -482,25 +477,6 @@ class PipelineStrategy(PipelineProcesses):
 
     def _hook_runs(self) -> AbstractContextManager[None]:
         return self._between.running() if self._is_cut else nullcontext()
-
-    def _meet_to_step(self) -> None:
-        meeting.meet(self._own_ranks, "steps the optimizer")
-
-    def _agree_on_monitored(self, key: str, value: Any) -> Any:
-        ranks = self._own_ranks
-        with meeting.at(ranks, f"steps a scheduler that monitors {key}"):
-            values = share.gather_objects(ranks, value if value is None else float(value)) or []
-        first = values[ranks.first_position]
-        if any(other != first for other in values):
-            rank_zero_warn(
-                f"{key}, which a learning rate scheduler monitors, is {values} on the ranks of the "
-                f"pipeline: all take {first}, the value of global rank 0. Log the same on all ranks"
-            )
-        return value if value is None or first is None else torch.as_tensor(first)
-
-    def _agree_on_stopping(self, place: str, stops: bool, ended: bool) -> tuple[bool, bool]:
-        flags = meeting.meet(self._own_ranks, place, stops + 2 * ended)
-        return any(flag & 1 for flag in flags), any(flag & 2 for flag in flags)
 
     @property
     def _module(self) -> LightningModule:

@@ -2,9 +2,9 @@
 
 Collectives pair by their order. Without a check, a rank that saves a checkpoint alone would give
 its sizes to another that waits for a batch, or wait for it until the timeout. So before a
-collective that follows code of the user, all ranks meet: they compare the name of the place, which
-costs one small message. A rank that needs something of the others while they are elsewhere (a weight, in a
-hook that one rank alone runs) asks, and those who wait at a place answer and wait on.
+collective that follows code of the user, all ranks meet: they compare the name of the place. This
+costs one small message. A rank that needs something of the others while they are elsewhere (a
+weight, in a hook that one rank alone runs) asks, and those who wait at a place answer and wait on.
 """
 
 from __future__ import annotations

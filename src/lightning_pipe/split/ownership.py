@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.split._fake import ForeignParameter, as_fake, empty_fake
+from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.cut import StepCut
 
 
@@ -25,21 +26,31 @@ def parameter_names(root: nn.Module) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def parameters_of_stages(root: nn.Module, cut: StepCut) -> tuple[frozenset[str], ...]:
-    """Return, for every stage, the first names of the parameters that it holds.
-
-    A parameter that several stages read is on each of them. One that the step never reads is on the
-    last
-    stage: evaluation code that uses it runs there.
-    """
+def read_by_stages(root: nn.Module, cut: StepCut) -> list[frozenset[str]]:
+    """Return, for every stage, the first names of the parameters that it reads."""
     first = {id(p): n for n, p in root.named_parameters()}
     inside = {
         unit: frozenset(first[id(p)] for p in root.get_submodule(unit).parameters())
         for unit in cut.trace.unit_names
     }
-    held = [cut.parameters(stage, inside) for stage in range(cut.num_stages)]
-    unread = frozenset(first.values()).difference(*held)
-    held[-1] |= unread
+    return [cut.parameters(stage, inside) for stage in range(cut.num_stages)]
+
+
+def parameters_of_stages(root: nn.Module, cut: StepCut) -> tuple[frozenset[str], ...]:
+    """Return, for every stage, the first names of the parameters that it holds.
+
+    A parameter that several stages read is on each of them. One that the step never reads is where
+    what it is a copy of is first; else on the last stage: evaluation code that uses it runs there.
+    """
+    read = read_by_stages(root, cut)
+    held = list(read)
+    names = parameter_names(root)
+    copies = find_copies(root, frozenset().union(*read))
+    for name, source in copied_names(names, copies).items():
+        first = next((stage for stage, known in enumerate(read) if source in known), -1)
+        if name in names:
+            held[first] |= {name}
+    held[-1] |= frozenset(names).difference(*held)
     return tuple(held)
 
 

@@ -1,0 +1,60 @@
+"""What all ranks of a pipeline decide alike while they fit: when to stop, what a scheduler sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pipe import _loops
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.meeting import at, meet
+from lightning_pipe.runtime.ranks import Ranks
+
+_STOPS, _ENDED = 1, 2
+
+
+def agree_while_fitting(
+    trainer: Trainer, ranks: Ranks, *, has_hooks: bool
+) -> list[Callable[[], None]]:
+    """Lets the ranks of a pipeline stop at one step and see one value of what they monitor.
+
+    Args:
+        trainer: It is about to fit.
+        ranks: This rank.
+        has_hooks: Whether code of the user runs between steps on any rank.
+
+    Returns:
+        What undoes it.
+    """
+    if ranks.num_positions == 1:
+        return []
+    undo = [
+        _loops.agree_on_stopping(trainer, partial(_stopping, ranks)),
+        _loops.agree_on_monitored(trainer, partial(_monitored, ranks)),
+    ]
+    if has_hooks:  # which may ask for gradients of other ranks before the optimizer changes weights
+        precision = trainer.strategy.precision_plugin
+        undo.append(_loops.after_closure(precision, partial(meet, ranks, "steps the optimizer")))
+    return undo
+
+
+def _stopping(ranks: Ranks, place: str, stops: bool, ended: bool) -> tuple[bool, bool]:
+    flags = meet(ranks, place, _STOPS * stops + _ENDED * ended)
+    return any(flag & _STOPS for flag in flags), any(flag & _ENDED for flag in flags)
+
+
+def _monitored(ranks: Ranks, key: str, value: Any) -> Any:
+    with at(ranks, f"steps a scheduler that monitors {key}"):
+        values = share.gather_objects(ranks, value if value is None else float(value)) or []
+    first = values[ranks.first_position]
+    if any(other != first and not (other != other and first != first) for other in values):
+        rank_zero_warn(
+            f"{key}, which a learning rate scheduler monitors, is {values} on the ranks of the "
+            f"pipeline: all take {first}, the value of global rank 0. Log the same on all ranks"
+        )
+    return value if value is None or first is None else torch.as_tensor(first)

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,7 +167,8 @@ class _Pool:
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._workers: list[tuple[Any, Connection]] = []
-        atexit.register(self.kill)
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        atexit.register(self.kill)  # runs before: last in, first out
 
     def run(
         self, num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float

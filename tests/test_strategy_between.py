@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import traceback
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import grad_norm
@@ -22,7 +25,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.errors import MeetingError
+from lightning_pipe._loops import silence_advice
+from lightning_pipe.errors import ConfigError, MeetingError
+from lightning_pipe.manners import refuse_tuners
 
 
 class _Norms(lit.Lit):
@@ -200,6 +205,42 @@ class _Plateau(lit.Lit):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class _ClippingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.01)
+        super().step()
+        return loss
+
+
+class _ClipsInStep(lit.Lit):
+    """An optimizer that clips by the norm of all gradients within its step."""
+
+    def configure_optimizers(self) -> Any:
+        return _ClippingSGD(self.parameters(), lr=0.5)
+
+
+class _Normed(lit.Lit):
+    """Running statistics are read in a hook, and copied with an average."""
+
+    def make_net(self, width: int, depth: int) -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(4)]
+        return nn.Sequential(*blocks, nn.Linear(width, 4))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.update_parameters(self.net)
+        for number, block in enumerate(self.net[:4]):
+            self.log(f"mean_{number}", block[1].running_mean.sum())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.average(x), y))
+
+
 CASES: dict[str, tuple[Any, Any, int]] = {
     "norms": (_Norms, None, 2),
     "noise": (_Noise, None, 1),
@@ -212,6 +253,9 @@ CASES: dict[str, tuple[Any, Any, int]] = {
     "thaw": (_Thawed, _Thaw, 2),
     "one_rank": (lit.Lit, _OnOneRank, 1),
     "stops": (lit.Lit, _Stops, 2),
+    "clips_in_step": (_ClipsInStep, None, 1),
+    "normed": (_Normed, None, 1),
+    "accumulation": (lit.Lit, lambda: GradientAccumulationScheduler({0: 1, 1: 2}), 2),
     "plateau": (_Plateau, None, 1),
 }
 
@@ -220,7 +264,8 @@ def _case(name: str, devices: int) -> Any:
     cls, make, epochs = CASES[name]
     module = lit.seeded(cls)
     callback = make() if make is not None else None
-    strategy = None if devices == 1 else {"num_microbatches": 4}
+    normed = cls is _Normed  # a BatchNorm sees micro-batches: compared with one rank that has them
+    strategy = None if devices == 1 and not normed else {"num_microbatches": 4}
     trainer = lit.trainer(
         strategy, devices, max_epochs=epochs, callbacks=[] if callback is None else [callback]
     )
@@ -299,3 +344,18 @@ def test_a_checkpoint_of_one_rank_alone_is_an_error_that_says_who_is_where() -> 
         assert "rank 1 (global rank 0) gathers the weights of the model (in on_train_e" in message
         assert "rank 0 (global rank 1) ends an epoch" in message
         assert duration_s < 60
+
+
+def test_what_trains_and_takes_it_back_is_refused_with_the_way_out() -> None:
+    refuse_tuners([_Stops()])
+    with pytest.raises(ConfigError, match=r"LearningRateFinder .* Trainer\(devices=1\)"):
+        refuse_tuners([LearningRateFinder()])
+
+
+def test_nobody_is_told_to_synchronise_what_is_equal() -> None:
+    advice = "It is recommended to use `self.log('x', ..., sync_dist=True)` when logging"
+    undo = silence_advice()
+    warnings.warn(advice, stacklevel=1)
+    undo()
+    with pytest.raises(UserWarning, match="sync_dist"):
+        warnings.warn(advice, stacklevel=1)

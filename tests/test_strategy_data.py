@@ -477,3 +477,5 @@ def test_predictions_are_in_order_on_rank_0_and_on_all_ranks_that_write_them():
     assert with_writer == [(expected, written)] * 2
     without = [found for found, _ in run_ranks(2, _predicted, {}, False)]
     assert without == [expected, [[None] * 3, [None]]]
+    shared = run_ranks(2, _predicted, {"share_predictions": True}, False)
+    assert [found for found, _ in shared] == [expected] * 2

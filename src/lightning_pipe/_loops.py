@@ -5,6 +5,7 @@ All functions change one Trainer, and return what undoes it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -162,3 +163,15 @@ def agree_on_monitored(trainer: Trainer, agree: Callable[[str, Any], Any]) -> Ca
         return agree(key, own(key))
 
     return _replace((loop, "_get_monitor_value", value))
+
+
+def silence_advice() -> Callable[[], None]:
+    """Silences the advice to log with `sync_dist=True`: ranks of a pipeline log the same values."""
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+    added = warnings.filters[0]
+
+    def undo() -> None:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+    return undo

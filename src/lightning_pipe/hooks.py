@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.parts import Found, Part, Parts
+from lightning_pipe.runtime._torch import total_norm_replaced
 from lightning_pipe.split._fake import (
     TorchDispatchMode,
     TorchFunctionMode,
@@ -79,7 +80,7 @@ class Hooks:
         self._modes, self._suspended = (_Operations(self), _Functions(self)), 0
         self.parts.forget()
         try:
-            with self._modes[0], self._modes[1]:
+            with total_norm_replaced(self._total_norm), self._modes[0], self._modes[1]:
                 yield
         finally:
             self._modes, self._suspended = outer, suspended
@@ -224,11 +225,23 @@ class Hooks:
         ]
         rest = (ord, None, False)
         with without_modes():
-            answers = self.parts.computed(views, "aten.linalg_vector_norm.default", rest)
+            answers = views and self.parts.computed(views, "aten.linalg_vector_norm.default", rest)
         known = {id(t): a.to(t.device) for (_, t), a in zip(views, answers, strict=True)}
         norm = torch.ops.aten.linalg_vector_norm.default
         norms = [known[id(t)] if id(t) in known else norm(t, ord) for t in tensors]
         return norms if dtype is None else [value.to(dtype) for value in norms]
+
+    def _total_norm(
+        self, own: Any, tensors: Any, norm_type: float = 2.0, *rest: Any, **options: Any
+    ) -> Tensor:
+        """`get_total_norm`, which `clip_grad_norm_` uses too: one question for all tensors."""
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        assert self._modes is not None
+        with popped(*self._modes):
+            found = {id(t): f for t in given if (f := self.parts.find(t)) is not None}
+            norms = self._norms(given, found, norm_type) if found else given
+        total: Tensor = own(norms, norm_type, *rest, **options)
+        return total
 
     def _equal(self, a: Tensor, b: Tensor, found: Mapping[int, Found]) -> bool:
         if a.shape != b.shape:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning_utilities.core.rank_zero import rank_zero_info
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
@@ -65,6 +63,22 @@ def refuse_training(module: LightningModule) -> None:
         )
 
 
+def refuse_tuners(callbacks: Iterable[Callback]) -> None:
+    """Refuses callbacks that train for a while, take it back and begin anew.
+
+    Raises:
+        ConfigError: With the reason and the alternative.
+    """
+    for callback in callbacks:
+        if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
+            raise ConfigError(
+                f"{type(callback).__name__} trains for some steps and takes them back, which needs "
+                "the whole model and its optimizer in one process. Run it before, on one device "
+                "(`Tuner(Trainer(devices=1)).lr_find(model)` or `.scale_batch_size(model)`), and "
+                "train with what it found"
+            )
+
+
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuses optimizers that need all parameters in one process.
 
@@ -104,15 +118,4 @@ def move_own(module: nn.Module, device: torch.device) -> None:
 
 def show_plan(plan: Plan) -> None:
     """Shows a plan as a table, on the console of this process."""
-    header, *rows = plan.table_rows()
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(header):
-        table.add_column(name, no_wrap=True, justify="left" if index == 3 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(table)
-    summary = plan.describe().splitlines()[0]
-    notes = "".join(f"note: {note}\n" for note in plan.notes)
-    rank_zero_info(f"Pipeline {summary}\n{captured.get()}{notes}")
+    rank_zero_info(f"Pipeline {plan.describe()}")

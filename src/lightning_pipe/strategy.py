@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -38,8 +38,10 @@ from lightning_pipe.manners import (
     move_own,
     refuse_optimizers,
     refuse_training,
+    refuse_tuners,
     show_plan,
 )
+from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.ir import Schedule
@@ -89,6 +91,8 @@ class PipelineStrategy(PipelineProcesses):
             splits a list item by item, a number names the dimension of the rows.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
             "none", or "auto": all if the host has the memory.
+        share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks, not only
+            on global rank 0.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
         start_method: How processes are started: "popen" runs the script again, "spawn" and "fork"
@@ -121,6 +125,7 @@ class PipelineStrategy(PipelineProcesses):
         split_points: list[str] | None = None,
         split_batch: dict[str, int | str | None] | None = None,
         restore_model: str = "auto",
+        share_predictions: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: str = "popen",
@@ -147,6 +152,7 @@ class PipelineStrategy(PipelineProcesses):
         if restore_model not in _RESTORE:
             raise ConfigError(f"restore_model={restore_model!r}: give one of {_RESTORE}")
         self._restore_model = restore_model
+        self._share_predictions = share_predictions
         self._pipeline: Pipeline | None = None
         self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
@@ -183,6 +189,7 @@ class PipelineStrategy(PipelineProcesses):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_training(module)
+            refuse_tuners(vars(trainer)["callbacks"] if ranks.num_positions > 1 else ())
         self.model = self.precision_plugin.convert_module(module)
         flags = meeting.meet(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         has_hooks = any(flags) and ranks.num_positions > 1
@@ -197,6 +204,7 @@ class PipelineStrategy(PipelineProcesses):
             seed=share.broadcast_object(ranks, torch.initial_seed(), ranks.first_position),
             follows_hooks=has_hooks,
         )
+        self._undo.append(_loops.silence_advice())
         if has_hooks:
             self._undo.append(_loops.around_hooks(trainer, self._hook_runs))
         if fitting:
@@ -234,7 +242,9 @@ class PipelineStrategy(PipelineProcesses):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        with self._between.suspended():
+        with self._between.suspended(), ExitStack() as stack:
+            if self._ranks is not None and self._ranks.num_positions > 1:
+                stack.enter_context(over_all_stages(self._ranks, optimizer, self._counts))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -348,7 +358,9 @@ class PipelineStrategy(PipelineProcesses):
                 args,
                 seam.batch_index(trainer),
                 training=training,
-                share_output=training or seam.reads_outputs(trainer, name),
+                share_output=training
+                or seam.reads_outputs(trainer, name)
+                or (self._share_predictions and name == "predict_step"),
                 loss_scale=scaler.get_scale() if training and scaler is not None else 1.0,
             )
 

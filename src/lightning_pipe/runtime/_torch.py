@@ -10,9 +10,10 @@ step. `tests/runtime/test_seam.py` fails when one of these names or signatures c
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.nn.utils import clip_grad
 
 from lightning_pipe.planning.ir import Op, Schedule
 
@@ -231,3 +233,25 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was
+
+
+@contextmanager
+def total_norm_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """Lets `clip_grad_norm_` and `get_total_norm` take another norm.
+
+    Args:
+        replacement: Called with torch's function and the arguments of `get_total_norm`.
+    """
+    own = clip_grad._get_total_norm
+    replaced = partial(replacement, own)
+    places: list[tuple[Any, str]] = [
+        (clip_grad, "_get_total_norm"),
+        (torch.nn.utils, "get_total_norm"),
+    ]
+    for place, name in places:
+        setattr(place, name, replaced)
+    try:
+        yield
+    finally:
+        for place, name in places:
+            setattr(place, name, own)

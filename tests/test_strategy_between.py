@@ -348,7 +348,7 @@ def test_a_checkpoint_of_one_rank_alone_is_an_error_that_says_who_is_where() -> 
 
 def test_what_trains_and_takes_it_back_is_refused_with_the_way_out() -> None:
     refuse_tuners([_Stops()])
-    with pytest.raises(ConfigError, match=r"LearningRateFinder .* Trainer\(devices=1\)"):
+    with pytest.raises(ConfigError, match=r"LearningRateFinder .*Trainer\(devices=1\)"):
         refuse_tuners([LearningRateFinder()])
 
 

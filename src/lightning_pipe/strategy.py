@@ -91,8 +91,8 @@ class PipelineStrategy(PipelineProcesses):
             splits a list item by item, a number names the dimension of the rows.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
             "none", or "auto": all if the host has the memory.
-        share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks, not only
-            on global rank 0.
+        share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks, and not
+            on global rank 0 only.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
         start_method: How processes are started: "popen" runs the script again, "spawn" and "fork"

@@ -306,6 +306,7 @@ __all__ = [
     "FakeTensor",
     "ForeignParameter",
     "GhostMode",
+    "TorchDispatchMode",
     "TorchFunctionMode",
     "as_fake",
     "clear_memoised",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         EffectiveBatchRescaler,
         PipelineDoctor,
         PipelineProgress,
+        TimelineRecorder,
     )
     from lightning_pipe.errors import (
         BatchError,
@@ -60,6 +61,7 @@ __all__ = [
     "ScheduleError",
     "StageMismatchError",
     "Timeline",
+    "TimelineRecorder",
     "__version__",
     "make_schedule",
 ]
@@ -76,6 +78,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "Schedule": "planning.ir",
     "Timeline": "planning.timeline",
+    "TimelineRecorder": "callbacks",
     "make_schedule": "planning.schedules",
 }
 

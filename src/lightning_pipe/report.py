@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_pipe.planning.attribution import MeasuredBubble, attribute_bubble
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.planning.timeline import Timeline
+from lightning_pipe.runtime.clock import clock_offset_s
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.share import gather_objects
 from lightning_pipe.steps import Pipeline
@@ -48,6 +49,12 @@ def timeline(pipeline: Pipeline, *, of_all_ranks: bool = False) -> Timeline | No
     spans = list(pipeline.spans)
     if of_all_ranks:
         with at(pipeline.ranks, "gathers the timeline"):
+            ahead_s = clock_offset_s(pipeline.ranks)
+            if ahead_s:
+                spans = [
+                    replace(span, start_s=span.start_s - ahead_s, end_s=span.end_s - ahead_s)
+                    for span in spans
+                ]
             parts = gather_objects(pipeline.ranks, spans) or []
         spans = [span for part in parts for span in part]
     return Timeline.from_spans(spans, pipeline.ranks.num_positions)

@@ -4,5 +4,12 @@ from lightning_pipe.callbacks.bubble import BubbleMonitor
 from lightning_pipe.callbacks.doctor import PipelineDoctor
 from lightning_pipe.callbacks.effective_batch import EffectiveBatchRescaler
 from lightning_pipe.callbacks.progress import PipelineProgress
+from lightning_pipe.callbacks.timeline import TimelineRecorder
 
-__all__ = ["BubbleMonitor", "EffectiveBatchRescaler", "PipelineDoctor", "PipelineProgress"]
+__all__ = [
+    "BubbleMonitor",
+    "EffectiveBatchRescaler",
+    "PipelineDoctor",
+    "PipelineProgress",
+    "TimelineRecorder",
+]

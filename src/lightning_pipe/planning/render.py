@@ -5,7 +5,7 @@ matplotlib is imported when a figure is asked for (``pip install 'lightning-pipe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.errors import ConfigError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "chrome_trace",
+    "comparison_figure",
     "schedule_figure",
     "schedule_summary",
     "schedule_text",
@@ -111,15 +112,45 @@ def schedule_figure(
 
 def timeline_figure(timeline: Timeline, *, title: str = "", time_unit: str = "s") -> Figure:
     """Draws a predicted or measured timeline; see ``schedule_figure``."""
+    return comparison_figure({title or f"bubble {timeline.bubble_fraction:.1%}": timeline},
+                             time_unit=time_unit)  # fmt: skip
+
+
+def comparison_figure(timelines: Mapping[str, Timeline], *, time_unit: str = "s") -> Figure:
+    """Draws timelines one above the other, on one scale, under their titles.
+
+    Args:
+        timelines: Title to timeline, the topmost first.
+        time_unit: What a time of 1 is called.
+
+    Returns:
+        A figure, as from ``schedule_figure``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
             "a figure needs matplotlib, which is not installed; pip install 'lightning-pipe[plot]'"
         ) from error
-    width = min(max(6.0, 0.32 * len(timeline.spans) / max(timeline.num_ranks, 1)), 40.0)
-    figure = Figure(figsize=(width, 1.2 + 0.45 * timeline.num_ranks), layout="constrained")
-    axes = figure.subplots()
+    most = max(len(t.spans) / max(t.num_ranks, 1) for t in timelines.values())
+    height = sum(0.7 + 0.45 * timeline.num_ranks for timeline in timelines.values())
+    figure = Figure(figsize=(min(max(6.0, 0.32 * most), 40.0), 0.5 + height), layout="constrained")
+    rows = figure.subplots(len(timelines), squeeze=False, sharex=True)
+    end_s = max(timeline.step_s for timeline in timelines.values()) or 1.0
+    for (axes,), (title, timeline) in zip(rows, timelines.items(), strict=True):
+        _draw_timeline(axes, timeline)
+        axes.set_xlim(0, end_s)
+        axes.set_title(title, loc="left", fontsize=9)
+    rows[-1][0].set_xlabel(f"time ({time_unit})")
+    handles, labels = rows[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower right", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     _draw_boxes(axes, timeline)
     if len(timeline.spans) <= _READABLE_BOXES:
         _draw_numbers(axes, timeline.spans)
@@ -130,12 +161,7 @@ def timeline_figure(timeline: Timeline, *, title: str = "", time_unit: str = "s"
             axes.plot(ends_s, ranks, color="#444444", linewidth=0.6, alpha=0.5)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
-    axes.set_xlim(0, timeline.step_s or 1.0)
-    axes.set_xlabel(f"time ({time_unit})")
-    axes.set_title(title or f"bubble {timeline.bubble_fraction:.1%}", loc="left", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=8)
-    return figure
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

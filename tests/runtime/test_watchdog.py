@@ -62,6 +62,7 @@ def test_a_rank_that_hangs_is_reported_by_those_that_wait():
     report = ": waiting for forward of microbatch 3 from stage 2, for "
     assert f"rank 3 (global rank 0){report}" in ended[0].stderr
     assert "rank 2 (global rank 1): running 2F3, for " in ended[1].stderr
+    assert "in forward\n    time.sleep(6)" in ended[1].stderr  # the stack says which line
     assert "rank 1 (global rank 2): waiting for backward of microbatch" in ended[2].stderr
 
 

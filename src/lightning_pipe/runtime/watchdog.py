@@ -93,6 +93,7 @@ class _Watch:
         # Guards one after the other must not see each other's failures.
         self._prefix = f"lightning_pipe/{self._store.add(f'lightning_pipe/guards/{rank}', 1)}"
         self._stopped = threading.Event()
+        self._guarded = threading.get_ident()
         self._repeated = False
         self._reported_since_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pipeline watchdog", daemon=True)
@@ -160,8 +161,16 @@ class _Watch:
         waited_s = time.monotonic() - since_s
         if waited_s > self._report_after_s and since_s != self._reported_since_s:
             self._reported_since_s = since_s
-            sys.stderr.write(f"{self._ranks}: {self._progress.text}, for {waited_s:.0f} s now\n")
+            sys.stderr.write(
+                f"{self._ranks}: {self._progress.text}, for {waited_s:.0f} s now, in\n"
+                f"{self._stack()}"
+            )
             sys.stderr.flush()
+
+    def _stack(self) -> str:
+        """Where the guarded code is, for people."""
+        frame = sys._current_frames().get(self._guarded)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _earlier_failure(self, wait_s: float) -> _Failure | None:
         """A connection can break a moment before the reason is in the store."""

@@ -46,6 +46,7 @@ ORDER = list(LAYERS)
 SEAMS = {
     "runtime/_torch.py": {"torch"},
     "split/_fake.py": {"torch"},
+    "split/recompute.py": {"torch"},
     "split/tree.py": {"torch"},  # torch's pytree
     "_loops.py": {"lightning"},
     "_lightning.py": {"lightning", "torch"},  # torch for the pytree of CombinedLoader

@@ -17,7 +17,7 @@ from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
 from lightning_pipe.split.callers import KeepWhole
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
-from lightning_pipe.split.rng import preserved
+from lightning_pipe.split.rng import generators_of, preserved
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tracer import Tracer
 from lightning_pipe.split.units import find_units, has_blocks, num_parameters
@@ -144,7 +144,7 @@ def _search(
     memo: UnitMemo | None,
 ) -> Trace:
     search = _Search(root, num_stages, like, memo)
-    with preserved(device_type), quiet_fakes():
+    with preserved(device_type, generators_of(root)), quiet_fakes():
         for _ in range(_MAX_ROUNDS):
             units = search.units()
             try:

@@ -141,6 +141,25 @@ class StepCut:
         for stage in range(1, self.num_stages):
             crossing.append(find(stage, crossing[-1] if crossing else None))
         self.crossing = tuple(crossing)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuse two values in one memory that is written after the cut: a receiver has two.
+
+        Raises:
+            CutError: Two such values cross.
+        """
+        for stage, keys in enumerate(self.crossing):
+            for shared in self.trace.shared:
+                both = sorted(shared & set(keys))
+                if len(both) > 1:
+                    raise CutError(
+                        f"the cut between stages {stage} and {stage + 1} separates "
+                        f"{self.trace.name(both[0])} and {self.trace.name(both[1])}: they are two "
+                        "views of one memory, and one of them is written in place later, which "
+                        "the other would not see. Write into a `.clone()`, or cut elsewhere with "
+                        "split_points."
+                    )
 
     # ------------------------------------------------------------------ boundaries
 

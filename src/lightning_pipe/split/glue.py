@@ -88,12 +88,13 @@ class Glue(TorchFunctionMode):
         run = self._run
         if run.watched_stage is not None:
             check_script(run.trace, key[1], key[2], func, run.watched_stage)
-        if key in run.received:
+        wanted = key in run.wanted
+        if key in run.received or (wanted and function_name(func) != run.trace.glue[key].function):
             raise CutError(
                 f"the step went another way than when it was traced: {function_name(func)} where "
                 f"{run.trace.name(key)} was expected."
             )
-        if key in run.wanted:
+        if wanted:
             run.produced[key] = out
 
     def done(self, segment: int) -> int:

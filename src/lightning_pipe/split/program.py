@@ -34,7 +34,8 @@ from lightning_pipe.split.patching import (
     run_forward_hooks,
     silent_metrics,
 )
-from lightning_pipe.split.rng import KeyedRandom, preserved
+from lightning_pipe.split.recompute import Regions
+from lightning_pipe.split.rng import KeyedRandom, generators_of, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import (
@@ -48,6 +49,7 @@ from lightning_pipe.split.trace import (
     WrittenOutput,
 )
 from lightning_pipe.split.tree import flatten, tensors, unflatten
+from lightning_pipe.split.unknown import Unknown, forget
 from lightning_pipe.split.watch import check_made, check_script
 
 
@@ -60,6 +62,10 @@ class StepResult:
     """What the step returned, on the last stage."""
 
     value: Any
+
+
+def _is_in(module: str, unit: str) -> bool:
+    return module == unit or module.startswith(unit + ".")
 
 
 class StageProgram:
@@ -91,6 +97,7 @@ class StageProgram:
         self._trace = cut.trace
         self._root = root
         self._device_type = device_type
+        self._generators = generators_of(root)
         self._input_keys: Sequence[ValueKey] = cut.crossing[stage - 1] if stage else ()
         self._output_keys: Sequence[ValueKey] = () if self.is_last else cut.crossing[stage]
         self._first_call = cut.first_call(stage)
@@ -101,6 +108,12 @@ class StageProgram:
         self._ghosts: dict[ValueKey, Tensor] = {}
         self._needs_mode = cut.num_stages > 1 or bool(self._trace.random_glue)
         in_units = tuple(name + "." for name in self._trace.unit_names)
+        owned = set(cut.units_of(stage))
+        self._numbers = {
+            unit: [pair for pair in self._trace.changed_attributes if _is_in(pair[0], unit)]
+            for unit in self._trace.unit_names
+            if unit not in owned
+        }
         self._glue_attributes = frozenset(
             pair
             for pair in self._trace.changed_attributes
@@ -126,16 +139,20 @@ class StageProgram:
         """
         run = _Run(self, received, key)
         ghosts = AttributeKeeper(self._root, self._trace.ghost_attributes)
+        numbers = AttributeKeeper(
+            self._root, frozenset(pair for pairs in self._numbers.values() for pair in pairs)
+        )
         glue = None if self.is_last else AttributeKeeper(self._root, self._glue_attributes)
         GHOSTS.tainted.clear()
         try:
-            with preserved(self._device_type), inside_step():
+            with preserved(self._device_type, self._generators), inside_step():
                 return run.execute(step)
         finally:
             GHOSTS.tainted.clear()
             if glue is not None:
                 glue.restore()
             ghosts.restore(only_fakes=True)
+            numbers.restore()
 
     def ghost(self, key: ValueKey) -> Tensor:
         """Return a fake for a value that this stage does not need."""
@@ -155,7 +172,7 @@ class _Run:
         self.count = 0
         self.busy = False
         self.glue: Glue | None = None
-        self.random = KeyedRandom(key, program._device_type)
+        self.random = KeyedRandom(key, program._device_type, program._generators)
         self._given = dict(zip(program._input_keys, received, strict=True))
         self._versions = {k: t._version for k, t in self._given.items()}
         self.received = {
@@ -163,6 +180,12 @@ class _Run:
         }
         self.wanted = frozenset(k for k in program._output_keys if k not in self._given)
         self.produced: dict[ValueKey, Tensor] = {}
+        stages = program._cut.stage_of_call
+        self._regions = Regions(
+            lambda: self.busy,
+            known=self.trace.regions,
+            owns=lambda call: stages[call] == program.stage,
+        )
 
     @property
     def watched_stage(self) -> int | None:
@@ -182,6 +205,7 @@ class _Run:
                     modules = [module for module, _ in units]
                     stack.enter_context(attributes(list(opened_encoders(program._root, modules))))
                     self.glue = stack.enter_context(Glue(self))
+                stack.enter_context(self._regions.watched())
                 self.random.at(0)
                 value = step()
         except StageExit:
@@ -236,6 +260,9 @@ class _Run:
 
     def check_real(self, value: Any, what: str) -> None:
         """Refuse a value that has no data on this stage."""
+        for leaf in flatten(value)[0]:
+            if isinstance(leaf, Unknown):
+                leaf.refuse()
         if any(is_foreign(t) for t in tensors(value)):
             raise CutError(
                 f"stage {self.program.stage}: {what} a tensor that another stage "
@@ -382,6 +409,9 @@ class _Run:
                     values.append(arguments[leaf.argument])
                 else:
                     values.append(self._stand_in(key, leaf, module, arguments))
+            numbers = self.program._numbers.get(call.unit)
+            if numbers:
+                forget(self.program._root, call.unit, numbers)
             out = unflatten(values[: call.num_outputs], call.structure)
             if entry == "_call_impl" and module._forward_hooks:
                 run_forward_hooks(module, args, kwargs, out)

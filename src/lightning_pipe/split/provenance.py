@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -225,6 +225,8 @@ class ValueLedger(TorchFunctionMode):
             call depends on it.
         known_reads: What an earlier trace, with real values, read at each place.
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
+        recomputed: Tells whether a checkpointed region is open: what it makes is made again in the
+            backward, from its inputs.
     """
 
     def __init__(
@@ -234,9 +236,11 @@ class ValueLedger(TorchFunctionMode):
         truth: bool = False,
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
+        recomputed: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._operators = operators
+        self._recomputed = recomputed
         self._pinned = pinned
         self._truth = truth
         self._known_reads = known_reads or {}
@@ -374,7 +378,7 @@ class ValueLedger(TorchFunctionMode):
             function_name(func),
             sources,
             Meta.of(out),
-            torch.is_grad_enabled() or not self._grad_enabled,
+            (torch.is_grad_enabled() or not self._grad_enabled) and not self._recomputed(),
         )
 
     def script(self) -> tuple[tuple[str, ...], ...]:

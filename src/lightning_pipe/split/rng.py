@@ -8,11 +8,13 @@ micro-batch's key and the place: all stages, all schedules and all ``P`` and ``V
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 _MASK = (1 << 63) - 1
 
@@ -28,16 +30,73 @@ def mix(*parts: int) -> int:
     return state & _MASK
 
 
+#: generators with a state of their own, beside the global ones
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generators_of(root: nn.Module) -> tuple[Generator, ...]:
+    """Find the generators that the modules below ``root`` keep, in attributes or in containers
+    there."""
+    found: dict[int, Generator] = {}
+    for module in root.modules():
+        for value in list(vars(module).values()):
+            items: Iterable[Any] = (value,)
+            if isinstance(value, dict):
+                items = value.values()
+            elif isinstance(value, (list, tuple)):
+                items = value
+            found.update((id(item), item) for item in items if isinstance(item, _KINDS))
+    return tuple(found.values())
+
+
+def _seed(generator: Generator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed & 0xFFFFFFFF)
+
+
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return (
+        generator.get_state()
+        if isinstance(generator, np.random.RandomState)
+        else generator.getstate()
+    )
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
 class KeyedRandom:
     """Seeds torch (CPU and the accelerator in use), Python and NumPy for one place of a step.
 
     Args:
         key: The micro-batch's key; equal on every stage of a pipeline.
         device_type: ``"cpu"``, ``"cuda"``, ... of the stage.
+        generators: Other generators that the step may draw from.
     """
 
-    def __init__(self, key: int, device_type: str = "cpu") -> None:
+    def __init__(
+        self, key: int, device_type: str = "cpu", generators: Sequence[Generator] = ()
+    ) -> None:
         self._key = key
+        self._generators = generators
         self._module = getattr(torch, device_type) if device_type != "cpu" else None
 
     def at(self, *place: int) -> None:
@@ -48,16 +107,20 @@ class KeyedRandom:
             self._module.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
+        for index, generator in enumerate(self._generators):
+            _seed(generator, mix(seed, index))
 
 
 @contextmanager
-def preserved(device_type: str = "cpu") -> Iterator[None]:
-    """Put all global generators back on exit: a step must not move the user's random streams."""
+def preserved(device_type: str = "cpu", generators: Sequence[Generator] = ()) -> Iterator[None]:
+    """Put all global generators, and those given, back on exit: a step must not move the user's
+    random streams."""
     torch_state = torch.get_rng_state()
     module = getattr(torch, device_type) if device_type != "cpu" else None
     device_state = module.get_rng_state() if module is not None else None
     python_state = random.getstate()
     numpy_state = np.random.get_state()
+    states = [_state(generator) for generator in generators]
     try:
         yield
     finally:
@@ -66,3 +129,5 @@ def preserved(device_type: str = "cpu") -> Iterator[None]:
             module.set_rng_state(device_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        for generator, state in zip(generators, states, strict=True):
+            _set_state(generator, state)

@@ -53,8 +53,12 @@ class Meta:
         return count * self.dtype.itemsize
 
     def ghost(self) -> Tensor:
-        """Make a fake tensor of this description, without a gradient."""
-        return empty_fake(self.shape, self.stride, self.dtype, self.device)
+        """Make a fake tensor of this description; it says that it needs a gradient if the value
+        did, and has a history, for a leaf must not be written in place."""
+        made = empty_fake(self.shape, self.stride, self.dtype, self.device)
+        if not self.requires_grad or not torch.is_grad_enabled():
+            return made
+        return made.requires_grad_().clone()
 
     def spec(self, name: str) -> ValueSpec:
         """Describe the value as it crosses a boundary."""
@@ -185,6 +189,10 @@ class Trace:
     #: modules that must stay whole, and those that had to be opened: later traces start from here
     keep_whole: frozenset[str] = frozenset()
     open_up: frozenset[str] = frozenset()
+    #: values that share memory which is written later: not two of one set can cross
+    shared: tuple[frozenset[ValueKey], ...] = ()
+    #: checkpointed region of the glue to the one unit call in it, or None
+    regions: Mapping[int, int | None] = field(default_factory=dict)
     #: torch functions that failed on fakes: whoever calls them needs their inputs
     pinned: frozenset[str] = frozenset()
     #: what the glue read as Python data in a trace with real values, by place

@@ -23,6 +23,7 @@ from lightning_pipe.split._fake import (
     function_mode_off,
     inside_step,
     is_fake,
+    storage_key,
     without_modes,
 )
 from lightning_pipe.split.callers import check_callers
@@ -38,7 +39,8 @@ from lightning_pipe.split.patching import (
     silent_metrics,
 )
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
-from lightning_pipe.split.rng import KeyedRandom
+from lightning_pipe.split.recompute import Regions
+from lightning_pipe.split.rng import KeyedRandom, generators_of
 from lightning_pipe.split.saved import SavedTensors
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.trace import (
@@ -105,7 +107,7 @@ class Tracer:
         self._root = root
         self._units = units
         self._real = real
-        self._random = KeyedRandom(key)
+        self._random = KeyedRandom(key, generators=generators_of(root))
         named = list(root.named_parameters(remove_duplicate=False))
         self._first_name: dict[int, str] = {}
         self._all_names: dict[str, tuple[str, ...]] = {}
@@ -115,13 +117,19 @@ class Tracer:
         self._module_names = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
         self.operators = OperatorLedger(self._first_name)
         self.values = ValueLedger(
-            self.operators, truth=truth, known_reads=known_reads, pinned=pinned
+            self.operators,
+            truth=truth,
+            known_reads=known_reads,
+            pinned=pinned,
+            recomputed=lambda: self._regions.inside,
         )
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
         self._repeated: set[str] = set()
         self._saved = SavedTensors(root)
+        self._regions = Regions(lambda: self._busy, draws=lambda: self.operators.random_draws)
         self._busy = False
+        self._memory: dict[int, set[Any]] = {}
         self._sinks: set[Source] = set()
         self._unit_sinks: set[Source] = set()
 
@@ -139,6 +147,7 @@ class Tracer:
                     attributes(list(opened_encoders(self._root, self._units.values())))
                 )
                 stack.enter_context(attributes(list(routed(units))))
+                stack.enter_context(self._regions.watched())
                 stack.enter_context(self.operators)
                 stack.enter_context(self.values)
                 stack.enter_context(self._saved.hooks())
@@ -199,6 +208,12 @@ class Tracer:
         return Trace(
             calls=tuple(self.calls),
             glue=self.values.glue,
+            regions=self._regions.found,
+            shared=tuple(
+                frozenset(keys)
+                for memory, keys in self._memory.items()
+                if len(keys) > 1 and memory in self.operators.written_storages
+            ),
             tail_inputs=frozenset(self._sinks),
             tail_unit_inputs=frozenset(self._unit_sinks),
             control=frozenset(self.values.control),
@@ -408,6 +423,7 @@ class Tracer:
                 leaves.append(Constant(value))
             elif id(value) not in position:
                 leaves.append(NewTensor(Meta.of(value)))
+                self._memory.setdefault(storage_key(value), set()).update(key)
                 self.operators.set(value, key)
                 self.values.set(value, key)
             elif position[id(value)] in written:

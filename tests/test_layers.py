@@ -27,6 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "data": {"torch", "lightning", "numpy"},
     "tail": {"torch", "torchmetrics", "numpy"},
     "work": {"torch"},
+    "whole": {"torch"},
     "steps": {"torch"},
     "report": set(),
     "states": {"torch", "psutil"},

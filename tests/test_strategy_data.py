@@ -108,6 +108,44 @@ def test_random_transforms_draw_the_same_on_every_stage():
     lit.assert_equal(run_ranks(2, _transformed, {}), expected)
 
 
+class _Counting(pl.LightningDataModule):
+    """Its hooks count, write into the batch and draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.seen = 0, {"rows": []}
+
+    def train_dataloader(self):
+        return DataLoader(lit.rows(), batch_size=8)
+
+    def val_dataloader(self):
+        return DataLoader(lit.rows(), batch_size=8)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.count += 1
+        self.seen["rows"].append(len(batch[0]))
+        batch[0] = batch[0].mul_(0.5) + float(np.random.rand())
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch[0].add_(torch.randn(()))
+        return batch
+
+
+def _counting(strategy):
+    module, data = lit.seeded(lit.Lit), _Counting()
+    trainer = lit.trainer(strategy, _world(), num_sanity_val_steps=1)
+    trainer.fit(module, data)
+    return lit.outcome(module, trainer), data.count, data.seen
+
+
+def test_the_look_at_the_first_batch_leaves_nothing_in_the_data_module():
+    expected, *left = run_ranks(1, _counting, None)[0]
+    for result, *found in run_ranks(2, _counting, {}):
+        lit.assert_equal([result], expected)
+        assert found == left
+
+
 class _Ids(pl.Callback):
     def __init__(self):
         self.ids = []

@@ -3,7 +3,9 @@ left."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+from lightning_pipe.errors import CutError, PeerError
 
 
 def _world():
@@ -325,3 +329,155 @@ def test_state_in_objects_containers_and_buffers_is_that_of_one_device_on_all_ra
     for result, found in run_ranks(2, _state, {"num_microbatches": 3}):
         lit.assert_equal([result], expected)
         assert found == pytest.approx(left)
+
+
+class _Tokens(lit.LitTied):
+    """A mean over valid tokens, of which rows have very different numbers, some none."""
+
+    weighted = True
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        logits = self.net(tokens[:, :-1])
+        targets = tokens[:, 1:].masked_fill(tokens[:, 1:] >= 4, -100)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        count = (targets != -100).sum()
+        return {"loss": loss, "loss_weight": count} if self.weighted else loss
+
+    def validation_step(self, batch, batch_idx):
+        output = self.training_step(batch, batch_idx)
+        self.log("val_loss", output["loss"])
+        return output
+
+
+class _Sum(_Tokens):
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        logits = self.net(tokens[:, :-1])
+        targets = tokens[:, 1:].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "loss_weight": "sum"}
+
+
+class _Outputs(pl.Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+
+def _weighted(strategy, cls):
+    module, outputs = lit.seeded(cls), _Outputs()
+    arguments = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+    trainer = lit.trainer(strategy, _world(), callbacks=[outputs], **arguments)
+    batch = lit.tokens(24).tensors[0].clone()
+    batch[3], batch[16:18] = 9, 9  # rows, and a whole micro-batch, without a valid token
+    loader = DataLoader(torch.utils.data.TensorDataset(batch), batch_size=8)
+    trainer.fit(module, loader, loader)
+    return lit.outcome(module, trainer), outputs.losses
+
+
+@pytest.mark.parametrize("cls", [_Tokens, _Sum])
+def test_loss_weight_makes_a_loss_that_is_no_mean_over_rows_exact(cls):
+    """With clipping and accumulation, which see the gradients after the correction."""
+    expected, losses = run_ranks(1, _weighted, None, cls)[0]
+    strategy = {"num_microbatches": 4, "virtual_stages": 2}
+    for result, found in run_ranks(2, _weighted, strategy, cls):
+        lit.assert_equal([result], expected)
+        assert found == pytest.approx(losses, rel=1e-9)
+
+
+class _TwoRows(lit.Lit):
+    """One valid target in the first row, three in the second."""
+
+    def make_net(self, width, depth):
+        return torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+        return {"loss": loss, "loss_weight": (y != -100).sum().item()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def _two_rows(strategy):
+    module, outputs = lit.seeded(_TwoRows), _Outputs()
+    x = torch.zeros(2, 4, 4, dtype=torch.float64)
+    x[0, :, 0], x[1] = 1.0, 1.0
+    y = torch.tensor([[1, -100, -100, -100], [2, 2, 2, -100]])
+    parts = [
+        F.cross_entropy(module.net(x[i].to(torch.float64)), y[i], ignore_index=-100).item()
+        for i in (0, 1)
+    ]
+    trainer = lit.trainer(strategy, _world(), callbacks=[outputs])
+    trainer.fit(module, DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2))
+    return lit.outcome(module, trainer), outputs.losses[0], parts
+
+
+def test_one_valid_token_and_three_give_the_mean_of_four():
+    expected, loss, (a, b) = run_ranks(1, _two_rows, None)[0]
+    assert loss == pytest.approx((a + 3 * b) / 4)
+    for result, found, _ in run_ranks(2, _two_rows, {"num_microbatches": 2}):
+        lit.assert_equal([result], expected)
+        assert found == pytest.approx((a + 3 * b) / 4, rel=1e-9)
+
+
+class _Skips(lit.Lit):
+    when = 0
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == self.when else super().training_step(batch, batch_idx)
+
+
+class _SkipsLate(lit.Lit):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+class _SkipsLater(_Skips):
+    when = 1
+
+
+def _skips(strategy, cls):
+    with pytest.raises((CutError, PeerError)) as caught:
+        lit.trainer(strategy, _world()).fit(lit.seeded(cls), DataLoader(lit.rows(), batch_size=8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("cls", [_Skips, _SkipsLater, _SkipsLate])
+def test_a_step_that_returns_none_is_refused_with_the_reason(cls):
+    messages = run_ranks(2, _skips, {}, cls)
+    assert any("returned None. Skipping a batch is not supported" in text for text in messages)
+
+
+class _Prints(lit.Lit):
+    def training_step(self, batch, batch_idx):
+        self.print("rows", len(batch[0]))
+        loss = super().training_step(batch, batch_idx)
+        self.print(f"loss {loss.item():.6f}", self.all_gather(loss).item())
+        return loss
+
+
+def _prints(strategy):
+    module, out = lit.seeded(_Prints), io.StringIO()
+    trainer = lit.trainer(strategy, _world())
+    with contextlib.redirect_stdout(out):
+        trainer.fit(module, DataLoader(lit.rows(16), batch_size=8))
+    return [
+        line.split()[:2] for line in out.getvalue().splitlines() if line[:4] in ("rows", "loss")
+    ]
+
+
+def test_print_is_heard_once_per_step():
+    expected = run_ranks(1, _prints, None)[0]
+    assert [words[0] for words in expected] == ["rows", "loss"] * 2
+    assert run_ranks(2, _prints, {"num_microbatches": 4}) == [expected, []]

@@ -208,6 +208,11 @@ def teardown(strategy: Strategy, parent: Callable[[], None]) -> None:
         strategy._lightning_module = module
 
 
+def data_of(trainer: Trainer) -> Any:
+    """The LightningDataModule of a run, or None."""
+    return getattr(trainer, "datamodule", None)
+
+
 def ready_batch(trainer: Trainer, batch: Any, device: torch.device) -> Any:
     """Takes a loader's batch through the hooks that Lightning calls before a step."""
     module = trainer.lightning_module

@@ -50,6 +50,10 @@ class GradientStash:
                     self.gradients[name] = parameter.grad
                 parameter.grad = before[name]
 
+    def correct(self, factor: float) -> None:
+        """Multiplies what will be handed over."""
+        self._loss_scale /= factor
+
     def hand_over(self, factor: Tensor) -> None:
         """Adds the gradients, times a factor, to `.grad`."""
         factor = factor / self._loss_scale

@@ -41,11 +41,13 @@ from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
+from lightning_pipe.split.program import SKIPPED
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
+from lightning_pipe.whole import WholeTail
 from lightning_pipe.work import Context, StageOfStep, StepRun, Trial
 
 
@@ -78,6 +80,7 @@ class Pipeline:
         self.ranks = ranks
         self.device = device
         self.tail = Tail(module)
+        self.whole = WholeTail(module, self.tail, self._trace, device.type)
         self.engine = Engine(ranks, device)
         self.spans: Sequence[Span] = ()
         self.step_s = 0.0
@@ -166,10 +169,17 @@ class Pipeline:
         memo: UnitMemo | None = None,
     ) -> Trace:
         step = getattr(self.module, name)
+
+        def traced(batch: Any) -> Any:
+            value = step(batch, *rest)
+            if training and value is None:
+                raise CutError(SKIPPED)
+            return value
+
         with torch.set_grad_enabled(training), self._context(name):
             return trace_step(
                 self.module,
-                lambda batch: step(batch, *rest),
+                traced,
                 piece,
                 num_stages=self.layout.num_stages,
                 device_type=self.device.type,
@@ -259,34 +269,38 @@ class Pipeline:
         unproven = [cut for cut in step.cuts if cut.unproven is not None]
         if unproven:
             step = replace(step, trial=Trial(self.module, self.device))
-        stash = self._execute(step)
+        step, stash = self._execute(step)
         if unproven and not self._is_right(step, unproven):
             again = self._cuts_of(state, pieces, args[1:], training=training)
-            stash = self._execute(replace(step, cuts=again, trial=None))
+            step, stash = self._execute(replace(step, cuts=again, trial=None))
         if stash is not None:
             self._sum_replicas(stash)
-        assert self.schedule is not None
-        last = self.schedule.stage_to_rank[-1]
-        return self._carry(pieces, last, with_output=share_output), stash
+        self.whole.finish(step, args[0], (*state, signature(args[0])))
+        traces = self._carry(with_output=share_output)
+        if stash is not None:
+            stash.correct(traces.correction)
+        return traces.output, stash
 
     def _cuts_of(
         self, state: tuple[str, bool, Any], pieces: Pieces, rest: tuple[Any, ...], *, training: bool
     ) -> list[CutStep]:
         return [self._cut_for(state, piece, rest, training=training) for piece in pieces.batches]
 
-    def _execute(self, step: StepRun) -> GradientStash | None:
-        """Runs all micro-batches; returns the gradients of this rank."""
+    def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
+        """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
+        if self.ranks.position == schedule.stage_to_rank[-1] and step.trial is None:
+            step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
-        cuts = step.cuts
-        self.tail.start(cuts[0].watched, frozenset().union(*(cut.changing for cut in cuts)))
+        changing = frozenset().union(*(cut.changing for cut in step.cuts))
+        self.tail.start(step.pieces.rows, step.cuts[0].watched, changing)
         stash = GradientStash(self._own_parameters, step.loss_scale) if step.training else None
         start_s = time.perf_counter()
         with stash.collect() if stash is not None else nullcontext():
             self.spans = self.engine.run(schedule, stages, training=step.training)
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule
-        return stash
+        return step, stash
 
     def _is_right(self, step: StepRun, unproven: Sequence[CutStep]) -> bool:
         """Whether derived cuts were right on all ranks; if not, the step is undone."""
@@ -365,13 +379,16 @@ class Pipeline:
             summed = share.sum_replicated(self.ranks, own, self._replicated)
             stash.gradients.update({n: g for n, g in summed.items() if g is not None})
 
-    def _carry(self, pieces: Pieces, last: int, *, with_output: bool) -> Any:
+    def _carry(self, *, with_output: bool) -> Traces:
         """Brings what the tail left on the last stage's rank to all ranks."""
+        assert self.schedule is not None
+        last = self.schedule.stage_to_rank[-1]
         is_last = self.ranks.position == last
-        traces: Traces | None = self.tail.finish(pieces.rows) if is_last else None
+        traces: Traces | None = self.tail.finish() if is_last else None
         if self.ranks.num_positions > 1:
             sent = traces.without_output() if traces is not None and not with_output else traces
             received = share.broadcast_object(self.ranks, sent, last)
             traces = traces if is_last else received
         assert traces is not None
-        return self.tail.apply(traces, is_last=is_last)
+        self.tail.apply(traces, is_last=is_last)
+        return traces

@@ -53,6 +53,7 @@ from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
+from lightning_pipe.split.snapshot import unchanged
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.states import SpreadModel, share_initial_state
 from lightning_pipe.steps import Pipeline
@@ -271,8 +272,8 @@ class PipelineStrategy(PipelineProcesses):
                 self._postpone()
 
     def _cut_on(self, trainer: Trainer, batch: Any) -> None:
-        with preserved(self.root_device.type):
-            batch = seam.ready_batch(trainer, batch, self.root_device)
+        with preserved(self.root_device.type), unchanged(self._module, seam.data_of(trainer)):
+            batch = seam.ready_batch(trainer, copy_tensors(batch), self.root_device)
         args = (batch, 0) if seam.takes_batch_idx(self._module) else (batch,)
         with seam.step_name(self._module, "training_step"):
             try:

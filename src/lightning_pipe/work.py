@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import copy_tensors
-from lightning_pipe.split.program import StepResult
+from lightning_pipe.split.program import SKIPPED, StepResult
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.split.trace import ValueKey
 from lightning_pipe.tail import Tail
+from lightning_pipe.tail.denominators import Denominators
 
 Context = Callable[[str], AbstractContextManager[Any]]
 
@@ -39,6 +42,9 @@ class StepRun:
         training: Whether a loss is wanted.
         loss_scale: What the loss is multiplied with, besides its share of the rows.
         trial: Takes what goes wrong while derived cuts are watched; None if there are none.
+        record: Values to keep of each micro-batch, on the last stage.
+        recorded: These, one tuple per micro-batch.
+        denominators: What watches the losses of the last stage, if anything does.
     """
 
     module: nn.Module
@@ -52,6 +58,9 @@ class StepRun:
     training: bool
     loss_scale: float
     trial: Trial | None = None
+    record: Sequence[ValueKey] | None = None
+    recorded: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    denominators: Denominators | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.trial is None:
@@ -72,30 +81,37 @@ class StepRun:
         step = partial(getattr(self.module, self.name), piece, *self.rest)
         key = mix(self.key, microbatch)
         traces = self.tail.microbatch() if program.is_last else self.tail.undone()
-        with self.context(self.name), traces:
-            result = program.run(step, received, key=key)
+        record = (self.record or ()) if program.is_last else ()
+        watch = self.denominators if program.is_last else None
+        with self.context(self.name), traces, watch or nullcontext():
+            result = program.run(step, received, key=key, record=record)
         if not isinstance(result, StepResult):
             return result
-        self.tail.returned(result.value)
-        return (self._loss(result.value, microbatch),) if self.training else ()
+        self.recorded.append(result.recorded)
+        if self.training and result.value is None:
+            raise CutError(SKIPPED)
+        loss, factor = self.tail.returned(result.value, microbatch)
+        return (self._weighted(loss, factor, received),) if self.training else ()
 
-    def _loss(self, value: Any, microbatch: int) -> Tensor:
-        """The loss of a micro-batch, weighted by its share of the rows."""
-        loss = value.get("loss") if isinstance(value, Mapping) else value
-        if loss is None and value is None:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None is not supported over "
-                "micro-batches: "
-                "the other stages have computed for it. Return a loss times zero instead."
-            )
+    def _weighted(self, loss: Any, factor: float, received: tuple[Tensor, ...]) -> Tensor:
+        """The loss of a micro-batch as it goes backward."""
         if not isinstance(loss, Tensor):
             raise TypeError(
                 "In automatic optimization, `training_step` must return a Tensor or a "
                 "dict with the key "
-                f"'loss'; it returned {type(value).__name__}."
+                f"'loss'; it returned {type(loss).__name__}."
             )
-        weight = self.pieces.weights[microbatch] * self.loss_scale
+        if factor == 0:
+            return self._nothing(received)
+        weight = factor * self.loss_scale
         return loss if weight == 1.0 else loss * weight
+
+    def _nothing(self, received: tuple[Tensor, ...]) -> Tensor:
+        """A loss of zero: the mean of a micro-batch that counts nothing is not a number, and so
+        would its gradients be."""
+        roots = [value for value in received if value.requires_grad]
+        roots = roots or [p for p in self.module.parameters() if p.requires_grad and not is_fake(p)]
+        return torch.stack([0.0 * root.sum().float() for root in roots]).sum()
 
 
 class Trial:

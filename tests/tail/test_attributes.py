@@ -275,3 +275,27 @@ def test_expressions_are_read_from_the_outside_in(line, kind, tmp_path, monkeypa
     kinds = Kinds(importlib.import_module("read_me").Read)
     keys = ("a", "k") if "['k']" in line else ("a",)
     assert kinds.of(*keys, appended="append" in line) is kind
+
+
+def test_a_graph_keeps_what_a_tensor_held_when_it_was_read():
+    """The backward of a micro-batch comes after its changes were undone."""
+    module = nn.Module()
+    module.register_buffer("scale", torch.zeros(()))
+    module.held = {"scale": torch.zeros(())}
+    buffer, held = module.scale, module.held["scale"]
+    weight = torch.ones((), requires_grad=True)
+    attributes = Attributes(module, changing={("", "scale", True), ("", "held", False)})
+    attributes.freeze()
+    losses = []
+    for row in (1.0, 2.0):
+        module.scale += row
+        module.held["scale"].add_(10 * row)
+        losses.append(weight * module.scale + weight * module.held["scale"])
+        attributes.take()
+        assert (module.scale.item(), module.held["scale"].item()) == (0, 0)
+    sum(losses).backward()
+    assert weight.grad.item() == 33
+    attributes.apply(attributes.merged([1, 1]))
+    assert module.scale is buffer
+    assert module.held["scale"] is held
+    assert (buffer.item(), held.item()) == (1.5, 15.0)

@@ -10,7 +10,7 @@ made itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -194,7 +194,32 @@ class StepCut:
     def _is_after(self, key: Source, stage: int) -> bool:
         return not isinstance(key, str) and len(key) == 2 and self.stage_of_call[key[0]] >= stage
 
-    def _minimum_cut(self, stage: int, before: tuple[ValueKey, ...] | None) -> tuple[ValueKey, ...]:
+    def tail_boundary(self, rows: int) -> tuple[ValueKey, ...]:
+        """Find what the tail of the step, after its last unit, is made of.
+
+        Args:
+            rows: Rows of the batch; of the values of the glue only those with rows are taken, so
+                that the values of micro-batches can be put together.
+        """
+        calls = len(self.trace.calls)
+
+        def has_rows(key: ValueKey) -> bool:
+            if len(key) == 2:
+                return True
+            shape = self.trace.glue[key].meta.shape
+            in_body = key[1] < calls and self.trace.glue[key].can_cross
+            return in_body and bool(shape) and shape[0] % rows == 0
+
+        known = self.crossing[-1] if self.crossing else None
+        return self._minimum_cut(self.num_stages, known, has_rows)
+
+    def _minimum_cut(
+        self,
+        stage: int,
+        before: tuple[ValueKey, ...] | None,
+        allowed: Callable[[ValueKey], bool] | None = None,
+    ) -> tuple[ValueKey, ...]:
+        can_cross = allowed or (lambda key: self._can_cross(key, stage))
         graph = nx.DiGraph()
         known = None if before is None else set(before)
         visited: set[ValueKey] = set()
@@ -206,7 +231,7 @@ class StepCut:
             if key in visited:
                 continue
             visited.add(key)
-            capacity = {"capacity": self._price(key)} if self._can_cross(key, stage) else {}
+            capacity = {"capacity": self._price(key)} if can_cross(key) else {}
             graph.add_edge(("in", key), ("out", key), **capacity)
             if self._is_known(key, stage, known):
                 graph.add_edge("source", ("in", key))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -100,14 +100,17 @@ def version_of(tensor: Tensor) -> int:
 class Frozen:
     """A value as it was.
 
+    A graph may still need what a tensor held when it was read, so a tensor that was written is not
+    written again: a copy takes its place until :meth:`reset`, which puts the very tensor back.
+
     Args:
         value: The value.
         all_data: Copy large tensors and look into long containers too: the value is known to
             change.
-        memo: Values that are frozen already, by id; a second way to one of them changes nothing.
+        memo: What is frozen already, by id of the value.
 
     Attributes:
-        value: The very object.
+        value: The object that is in its place now.
         content: A copy of what a container, tensor or array held, one level deep; None where it
             was too large.
         fields: What the fields of an object were.
@@ -115,7 +118,16 @@ class Frozen:
         inner: The same of fields.
     """
 
-    __slots__ = ("all_data", "children", "content", "fields", "inner", "value", "version")
+    __slots__ = (
+        "all_data",
+        "children",
+        "content",
+        "fields",
+        "inner",
+        "original",
+        "value",
+        "version",
+    )
 
     def __init__(
         self,
@@ -126,14 +138,14 @@ class Frozen:
         depth: int = _DEPTH,
     ) -> None:
         memo = {} if memo is None else memo
-        memo[id(value)] = value
-        self.value = value
+        memo[id(value)] = self
+        self.value = self.original = value
         self.all_data = all_data
         self.content: Any = None
         self.version = 0
         self.fields: dict[str, Any] = {}
-        self.children: dict[Any, Frozen] = {}
-        self.inner: dict[str, Frozen] = {}
+        self.children: dict[Any, Frozen | Name] = {}
+        self.inner: dict[str, Frozen | Name] = {}
         if isinstance(value, Tensor):
             self.version = version_of(value)
             if all_data or value.numel() <= _LARGE:
@@ -164,43 +176,72 @@ class Frozen:
 
     def _freeze_all(
         self, items: Iterable[tuple[Any, Any]], memo: dict[int, Any], depth: int
-    ) -> dict[Any, Frozen]:
+    ) -> dict[Any, Frozen | Name]:
         if depth == 0:
             return {}
         return {
-            key: Frozen(item, all_data=self.all_data, memo=memo, depth=depth - 1)
+            key: frozen(item, all_data=self.all_data, memo=memo, depth=depth - 1)
             for key, item in items
-            if is_data(item) and id(item) not in memo and (self.all_data or len(memo) < _MANY)
+            if is_data(item) and (self.all_data or id(item) in memo or len(memo) < _MANY)
         }
 
     # ------------------------------------------------------------------ back
 
     def thaw(self) -> Any:
-        """Put everything back into the very object, and return it."""
+        """Put everything back as it was, and return what is in the place of the value now."""
+        return self._back(lambda part: part.thaw(), self._fresh)
+
+    def reset(self) -> Any:
+        """As :meth:`thaw`, into the very tensors; for the end, when no graph needs them."""
+        return self._back(lambda part: part.reset(), self._restored)
+
+    def _back(self, part: Callable[[Any], Any], tensor: Callable[[], Tensor]) -> Any:
         value = self.value
         if isinstance(value, Tensor):
-            self._thaw_tensor(value)
+            self.value = tensor()
+            self.version = version_of(self.value)
         elif isinstance(value, (np.ndarray, bytearray)):
             if self.content is not None and self.data_differs():
                 everything: Any = ... if isinstance(value, np.ndarray) else slice(None)
                 value[everything] = self.content
         else:
-            if not isinstance(value, tuple) and self.is_other(value):
+            is_tuple = isinstance(value, tuple)
+            for key, child in self.children.items():
+                now = child.reset() if is_tuple else part(child)
+                if now is not self.content[key]:
+                    self.content[key] = now
+            for name, child in self.inner.items():
+                self.fields[name] = part(child)
+            if not is_tuple and self.is_other(value):
                 self._refill(value)
-            self._thaw_fields(value)
-        for child in (*self.children.values(), *self.inner.values()):
-            child.thaw()
-        return value
+            self._put_fields(value)
+        return self.value
 
-    def _thaw_tensor(self, value: Tensor) -> None:
-        if self.content is None or not (self.all_data or version_of(value) != self.version):
-            return
-        with torch.no_grad():
-            if value.shape != self.content.shape:
-                value.data = self.content.clone()
-            else:
-                value.detach().copy_(self.content)
-        self.version = version_of(value)
+    def was_written(self) -> bool:
+        """Tell whether a tensor may have been written; by `.data` too if it is known to change."""
+        value = self.value
+        if version_of(value) != self.version:
+            return True
+        # a look at the data would cost a synchronisation on a device
+        return self.all_data and (value.device.type != "cpu" or self.data_differs())
+
+    def _fresh(self) -> Tensor:
+        value: Tensor = self.value
+        if self.content is None or not self.was_written():
+            return value
+        fresh: Tensor = self.content.clone()
+        return fresh.requires_grad_(value.requires_grad and value.is_leaf)
+
+    def _restored(self) -> Tensor:
+        original: Tensor = self.original
+        touched = self.value is not original or self.was_written()
+        if self.content is not None and touched:
+            with torch.no_grad():
+                if original.shape != self.content.shape:
+                    original.data = self.content.clone()
+                else:
+                    original.detach().copy_(self.content)
+        return original
 
     def _refill(self, value: Any) -> None:
         """Past the methods of subclasses: `Counter.update` adds."""
@@ -220,7 +261,7 @@ class Frozen:
             deque.clear(value)
             deque.extend(value, self.content)
 
-    def _thaw_fields(self, value: Any) -> None:
+    def _put_fields(self, value: Any) -> None:
         if not is_open(value):
             return
         now = fields_of(value)
@@ -291,20 +332,44 @@ class Frozen:
         )
 
 
-class Name(Frozen):
-    """A second name of something that is frozen already."""
+class Name:
+    """A second name of something that is frozen: what happens inside of it is noted there.
 
-    __slots__ = ()
+    Args:
+        target: The frozen value.
+    """
 
-    def __init__(self, value: Any, **_: Any) -> None:
-        super().__init__(None)
-        self.value = value
+    __slots__ = ("target",)
+
+    def __init__(self, target: Frozen) -> None:
+        self.target = target
+
+    @property
+    def value(self) -> Any:
+        """The object that is in its place now."""
+        return self.target.value
 
     def thaw(self) -> Any:
-        return self.value
+        """Return what is in the place of the value now."""
+        return self.target.value
+
+    def reset(self) -> Any:
+        """Return the value."""
+        return self.target.original
 
     def differs(self, written: frozenset[int] = frozenset()) -> bool:
+        """Tell that nothing is to be told here."""
         return False
+
+
+def frozen(
+    value: Any, *, memo: dict[int, Any], all_data: bool = False, depth: int = _DEPTH
+) -> Frozen | Name:
+    """Freeze a value, or name it again if that has been done."""
+    known = memo.get(id(value))
+    if known is not None and is_data(value):
+        return Name(known)
+    return Frozen(value, all_data=all_data, memo=memo, depth=depth)
 
 
 def same_plain(value: Any, before: Any) -> bool:

@@ -52,6 +52,13 @@ from lightning_pipe.split.tree import flatten, tensors, unflatten
 from lightning_pipe.split.unknown import Unknown, forget
 from lightning_pipe.split.watch import check_made, check_script
 
+#: what is said to a training step that returns None
+SKIPPED = (
+    "the training step returned None. Skipping a batch is not supported over several devices, "
+    "nor anywhere else in Lightning: the other stages compute for it. Return a loss times zero, or "
+    "leave the batch out in the data loader"
+)
+
 
 class StageExit(BaseException):
     """Unwinds the step when the stage has done its part."""
@@ -59,9 +66,10 @@ class StageExit(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the step returned, on the last stage."""
+    """What the step returned, on the last stage, and the values that were to be recorded."""
 
     value: Any
+    recorded: tuple[Tensor | None, ...] = ()
 
 
 def _is_in(module: str, unit: str) -> bool:
@@ -121,7 +129,12 @@ class StageProgram:
         )
 
     def run(
-        self, step: Callable[[], Any], received: tuple[Tensor, ...], *, key: int
+        self,
+        step: Callable[[], Any],
+        received: tuple[Tensor, ...],
+        *,
+        key: int,
+        record: Sequence[ValueKey] = (),
     ) -> tuple[Tensor, ...] | StepResult:
         """Run this stage's part of ``step``.
 
@@ -129,6 +142,7 @@ class StageProgram:
             step: The user's step on one micro-batch.
             received: The values of :attr:`inputs`, in that order.
             key: Random key of the micro-batch, equal on all stages.
+            record: On the last stage, values to give back too.
 
         Returns:
             The values of :attr:`outputs`; on the last stage what the step returned.
@@ -137,7 +151,7 @@ class StageProgram:
             CutError: The step went another way than when it was traced, or needs a value that this
                 stage does not have.
         """
-        run = _Run(self, received, key)
+        run = _Run(self, received, key, record)
         ghosts = AttributeKeeper(self._root, self._trace.ghost_attributes)
         numbers = AttributeKeeper(
             self._root, frozenset(pair for pairs in self._numbers.values() for pair in pairs)
@@ -166,7 +180,13 @@ class StageProgram:
 class _Run:
     """One micro-batch on one stage."""
 
-    def __init__(self, program: StageProgram, received: tuple[Tensor, ...], key: int) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        received: tuple[Tensor, ...],
+        key: int,
+        record: Sequence[ValueKey],
+    ) -> None:
         self.program = program
         self.trace = program._trace
         self.count = 0
@@ -178,7 +198,9 @@ class _Run:
         self.received = {
             k: t.clone() if k in self.trace.written else t for k, t in self._given.items()
         }
-        self.wanted = frozenset(k for k in program._output_keys if k not in self._given)
+        self._record = record
+        keys = (*program._output_keys, *record)
+        self.wanted = frozenset(k for k in keys if k not in self._given)
         self.produced: dict[ValueKey, Tensor] = {}
         stages = program._cut.stage_of_call
         self._regions = Regions(
@@ -201,7 +223,7 @@ class _Run:
             with ExitStack() as stack:
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(list(routed(units))))
-                if program._needs_mode:
+                if program._needs_mode or self._record:
                     modules = [module for module, _ in units]
                     stack.enter_context(attributes(list(opened_encoders(program._root, modules))))
                     self.glue = stack.enter_context(Glue(self))
@@ -213,12 +235,16 @@ class _Run:
         if not program.is_last:
             if not program._has_later_calls:
                 return self._outputs()
+            if value is None and program._trace.training:
+                raise CutError(SKIPPED)
             raise CutError(
                 f"stage {program.stage}: the step ended before unit "
                 f"'{self.trace.calls[program._last_call + 1].unit}' was called; when it "
                 "was traced it "
                 "went on. A step must call the same units in the same order on every micro-batch."
             )
+        if value is None and program._trace.training:
+            raise CutError(SKIPPED)
         if self.count != len(self.trace.calls):
             raise CutError(
                 f"the step made {self.count} unit calls, {len(self.trace.calls)} when it "
@@ -226,7 +252,8 @@ class _Run:
                 "step must call the same units in the same order on every micro-batch."
             )
         self.check_real(value, "the step returns")
-        return StepResult(value)
+        recorded = (self._given.get(key, self.produced.get(key)) for key in self._record)
+        return StepResult(value, tuple(None if t is None else t.detach() for t in recorded))
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         root = self.program._root
@@ -235,6 +262,8 @@ class _Run:
             found = list(silent_metrics(find_metrics(root), lambda _: None))
             if callable(log):
                 found.append((root, "log", lambda *args, **kwargs: None))
+            if callable(getattr(root, "print", None)):
+                found.append((root, "print", lambda *args, **kwargs: None))
             return found
         found = list(quiet_metrics(find_metrics(root), self._unseen))
         if callable(log):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.split._fake import is_fake, storage_key
-from lightning_pipe.split.frozen import Frozen, holds_fake, is_data, same_plain
+from lightning_pipe.split.frozen import Frozen, Name, holds_fake, is_data, same_plain
+from lightning_pipe.split.frozen import frozen as freeze
 from lightning_pipe.split.units import is_metric
 
 _STRUCTURE = frozenset({"_parameters", "_modules", "_buffers"})
-_PATCHES = frozenset({"forward", "_call_impl", "log", "update", "compute"})
+_PATCHES = frozenset({"forward", "_call_impl", "log", "print", "update", "compute"})
 _HOOKS = "_hooks"  # the attributes of a module that hold its hooks have this in their names
 
 
@@ -34,7 +36,7 @@ class Snapshot:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Frozen]]] = []
+        self._modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Frozen | Name]]] = []
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, Tensor | None]] = []
         memo: dict[int, Any] = {}
         for name, module in root.named_modules():
@@ -42,9 +44,9 @@ class Snapshot:
                 continue
             state = {key: value for key, value in vars(module).items() if key not in _STRUCTURE}
             frozen = {
-                key: Frozen(value, all_data=True, memo=memo)
+                key: freeze(value, all_data=True, memo=memo)
                 for key, value in state.items()
-                if is_data(value) and id(value) not in memo
+                if is_data(value)
             }
             self._modules.append((name, module, state, frozen))
             for key, buffer in module._buffers.items():
@@ -99,7 +101,8 @@ class Snapshot:
         grown = []
         for name, module, state, frozen in self._modules:
             for key, value in vars(module).items():
-                before = frozen[key].content if key in frozen else None
+                known = frozen.get(key)
+                before = known.content if isinstance(known, Frozen) else None
                 if _HOOKS in key and isinstance(before, dict) and value.keys() > before.keys():
                     state[key], frozen[key] = value, Frozen(value, all_data=True)
                     grown.append(name)
@@ -121,7 +124,7 @@ class Snapshot:
                 del space[key]
             space.update(state)
             for kept in frozen.values():
-                kept.thaw()
+                kept.reset()
         for _, module, key, buffer, copy in self._buffers:
             module._buffers[key] = buffer
             if isinstance(buffer, Tensor) and copy is not None and not is_fake(buffer):
@@ -138,13 +141,12 @@ class AttributeKeeper:
     """
 
     def __init__(self, root: nn.Module, names: frozenset[tuple[str, str]]) -> None:
-        self._saved: list[tuple[dict[str, Any], str, bool, Any, Frozen | None]] = []
+        self._saved: list[tuple[dict[str, Any], str, bool, Any, Frozen | Name | None]] = []
         memo: dict[int, Any] = {}
         for module_name, key in sorted(names):
             space = vars(root.get_submodule(module_name))
             value = space.get(key)
-            open_up = is_data(value) and id(value) not in memo
-            frozen = Frozen(value, all_data=True, memo=memo) if open_up else None
+            frozen = freeze(value, all_data=True, memo=memo) if is_data(value) else None
             self._saved.append((space, key, key in space, value, frozen))
 
     def restore(self, *, only_fakes: bool = False) -> None:
@@ -158,4 +160,26 @@ class AttributeKeeper:
                 continue
             space[key] = value
             if frozen is not None:
-                frozen.thaw()
+                frozen.reset()
+
+
+@contextmanager
+def unchanged(*owners: Any) -> Iterator[None]:
+    """Put the attributes of some objects back on exit; None among them is skipped."""
+    memo: dict[int, Any] = {}
+    saved = []
+    for owner in owners:
+        if owner is not None:
+            state = dict(vars(owner))
+            data = {key: value for key, value in state.items() if is_data(value)}
+            kept = [freeze(value, all_data=True, memo=memo) for value in data.values()]
+            saved.append((vars(owner), state, kept))
+    try:
+        yield
+    finally:
+        for space, state, kept in saved:
+            for key in space.keys() - state.keys():
+                del space[key]
+            space.update(state)
+            for value in kept:
+                value.reset()

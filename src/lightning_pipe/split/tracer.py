@@ -168,6 +168,8 @@ class Tracer:
         found = list(silent_metrics(find_metrics(self._root), self._sink))
         if callable(getattr(self._root, "log", None)):
             found.append((self._root, "log", lambda name, value, *a, **k: self._sink(value)))
+        if callable(getattr(self._root, "print", None)):
+            found.append((self._root, "print", lambda *values, **_: self._sink(values)))
         return found
 
     def _sink(self, value: Any) -> None:

@@ -5,20 +5,22 @@ attributes and buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipe.split.microbatch import merge_values
 from lightning_pipe.split.patching import attributes as patched
 from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.tail.attributes import Attributes, Place
 from lightning_pipe.tail.changes import Change
 from lightning_pipe.tail.logs import LogCall, LogTape, MetricReference
+from lightning_pipe.tail.losses import LossWeights, split_loss
 from lightning_pipe.tail.metrics import MetricState, MetricTape
+from lightning_pipe.tail.notes import Notes, PrintCall, differences, merged_prints
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,9 @@ class Traces:
     logs: Sequence[LogCall]
     metrics: Mapping[int, MetricState]
     attributes: Mapping[Place, Change]
+    prints: Sequence[PrintCall] = ()
+    #: what the gradients of the step are multiplied with
+    correction: float = 1.0
 
     def without_output(self) -> Traces:
         """The same for ranks that need not know what the step returned."""
@@ -44,23 +49,28 @@ class Tail:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._outputs: list[Any] = []
+        self._notes = Notes(())
+        self._losses = LossWeights()
         self._metrics = MetricTape(root)
         self._logs = LogTape(self._metrics.index_of)
         self._attributes = Attributes(root)
 
-    def start(self, watched: Iterable[Place], changing: Iterable[Place] = ()) -> None:
+    def start(
+        self, rows: Sequence[int], watched: Iterable[Place], changing: Iterable[Place] = ()
+    ) -> None:
         """Begins a step.
 
         Args:
+            rows: Rows of the micro-batches.
             watched: Buffers outside of units, besides the module's own.
             changing: Attributes and buffers that its trace saw change outside of units.
         """
-        self._outputs = []
+        self._losses = LossWeights(rows)
         self._metrics.start()
-        self._logs.start()
+        self._attributes.close()
         self._attributes = Attributes(self._root, watched, changing)
         self._attributes.freeze()
+        self._swap(Notes(rows))
 
     def find_metrics(self) -> None:
         """Looks for metrics that hooks have made since."""
@@ -74,13 +84,50 @@ class Tail:
     def microbatch(self) -> Iterator[None]:
         """Notes what one micro-batch does on the last stage, and undoes it."""
         self._logs.next_microbatch()
+        prints: list[PrintCall] = []
+        self._notes.prints.append(prints)
+
+        def noted(*values: Any, **kwargs: Any) -> None:
+            prints.append(PrintCall(map_tensors(Tensor.detach, values), kwargs))
+
+        replaced = [(self._root, "log", self._logs.log), (self._root, "print", noted)]
         try:
-            with patched([(self._root, "log", self._logs.log)]), self._metrics.microbatch():
+            with patched(replaced), self._metrics.microbatch():
                 yield
         except Exception:
             self._attributes.undo()
             raise
         self._attributes.take()
+
+    def whole(self, run: Callable[[], Any]) -> Notes:
+        """Notes what one run on the whole batch does, apart from the micro-batches.
+
+        Args:
+            run: Runs the tail of the step on the whole batch; returns what the step returned.
+        """
+        kept = self._swap(Notes((sum(self._notes.rows),)))
+        try:
+            with self.microbatch():
+                value = run()
+            self._notes.outputs.append(map_tensors(Tensor.detach, value))
+        finally:
+            notes = self._swap(kept)
+        return notes
+
+    def differences(self, whole: Notes) -> list[str]:
+        """Names what the merged micro-batches leave otherwise than the whole batch does."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of values that cannot be merged; they are found here
+            merged = self._merged()
+        kept = self._swap(whole)
+        try:
+            return list(differences(merged, self._merged()))
+        finally:
+            self._swap(kept)
+
+    def use(self, whole: Notes) -> None:
+        """Takes what the whole batch left for what the step left."""
+        self._swap(whole)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -91,22 +138,75 @@ class Tail:
         finally:
             self._attributes.undo()
 
-    def returned(self, value: Any) -> None:
-        """Notes what the step returned for a micro-batch."""
-        self._outputs.append(map_tensors(Tensor.detach, value))
+    def returned(self, value: Any, microbatch: int) -> tuple[Any, float]:
+        """Notes what the step returned for a micro-batch; they come in their order.
 
-    def finish(self, rows: Sequence[int]) -> Traces:
+        Returns:
+            Its loss, and what that is multiplied with before the backward.
+        """
+        outputs = self._notes.outputs
+        assert microbatch == len(outputs), "the last stage takes micro-batches in order"
+        outputs.append(map_tensors(Tensor.detach, value))
+        loss, weight = split_loss(value)
+        factor = self._losses.factor(weight)
+        if weight is not None:
+            self._logs.weigh(loss, weight)
+        return loss, factor
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the step gives weights to its losses."""
+        return any(weight is not None for weight in self._losses.given)
+
+    def finish(self) -> Traces:
         """What the whole batch leaves behind; on the rank of the last stage, after the micro-
         batches."""
+        rows = self._notes.rows
         return Traces(
-            merge_values(self._outputs, rows),
+            self._output(),
             self._logs.merged(rows),
             self._metrics.finish(rows),
             self._attributes.merged(rows),
+            merged_prints(self._notes.prints, rows),
+            self._losses.correction,
         )
 
-    def apply(self, traces: Traces, *, is_last: bool) -> Any:
-        """Leaves the traces on this rank, as the step would have; returns the step's output."""
+    def _output(self) -> Any:
+        outputs = self._notes.outputs
+        return outputs[0] if len(outputs) == 1 else self._losses.merged_output(outputs)
+
+    def _merged(self) -> dict[str, Any]:
+        """All that is left behind, by what users call it."""
+        rows, output = self._notes.rows, self._output()
+        if isinstance(output, Tensor) and not output.dim():
+            output = {"loss": output}
+        logged = {
+            f"log({call.name!r})": (call.value, call.kwargs) for call in self._logs.merged(rows)
+        }
+        attributes = {
+            ".".join(filter(None, place[:2])): change
+            for place, change in self._attributes.merged(rows).items()
+        }
+        calls = self._metrics.merged_calls(rows)
+        prints = merged_prints(self._notes.prints, rows)
+        return {
+            "output": output,
+            "logged": logged,
+            "self": attributes,
+            "metrics": calls,
+            "prints": prints,
+        }
+
+    def _swap(self, notes: Notes) -> Notes:
+        before, self._notes = self._notes, notes
+        self._logs.calls, self._metrics.calls = notes.logs, notes.metrics
+        self._attributes.changes = notes.attributes
+        return before
+
+    def apply(self, traces: Traces, *, is_last: bool) -> None:
+        """Leaves the traces on this rank, as the step would have."""
+        for text in traces.prints:
+            self._root.print(*text.values, **text.kwargs)  # type: ignore[operator]
         if not is_last:
             self._metrics.apply(traces.metrics)
         self._attributes.apply(traces.attributes)
@@ -115,4 +215,3 @@ class Tail:
             if isinstance(value, MetricReference):
                 value = self._metrics.metrics[value.index]
             self._root.log(call.name, value, **call.kwargs)  # type: ignore[operator]
-        return traces.output

@@ -79,7 +79,7 @@ class Gone:
 Change = Put | Grown | Members | Items | Fields | Gone
 
 
-def change_of(frozen: Frozen, now: Any) -> Change | None:
+def change_of(frozen: Frozen | Name, now: Any) -> Change | None:
     """Says how `now` differs from the value as it was; None if it does not."""
     if now is not frozen.value:
         return None if same_plain(now, frozen.value) else Put(detached(now))
@@ -113,14 +113,11 @@ def _tensor_change(frozen: Frozen, now: Tensor) -> Change | None:
             "step and not in the first one, and it is too large to be remembered before each step; "
             "write it in every step (times one, where there is nothing new), or in a hook"
         )
-    # past the version counter by `.data`: on a device a look would cost a synchronisation
-    if not written and frozen.all_data:
-        written = now.device.type != "cpu" or frozen.data_differs()
-    return Put(now.detach().clone()) if written else None
+    return Put(now.detach().clone()) if frozen.was_written() else None
 
 
 def _entries(
-    now: Mapping[Any, Any], before: Mapping[Any, Any], children: Mapping[Any, Frozen]
+    now: Mapping[Any, Any], before: Mapping[Any, Any], children: Mapping[Any, Frozen | Name]
 ) -> dict[Any, Change]:
     changes: dict[Any, Change] = {}
     for key, item in now.items():

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_pipe.split.microbatch import merge_values, weighted_mean
 from lightning_pipe.split.tree import map_tensors
+from lightning_pipe.tail.losses import LossWeights, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class LogCall:
     name: str
     value: Any
     kwargs: dict[str, Any]
+    #: that of the step's loss, where the loss is what is logged
+    weight: Weight = None
 
 
 class LogTape:
@@ -39,15 +42,15 @@ class LogTape:
 
     def __init__(self, index_of: Callable[[Any], int]) -> None:
         self._index_of = index_of
-        self._calls: list[list[LogCall]] = []
+        self.calls: list[list[LogCall]] = []
 
     def start(self) -> None:
         """Begins a step."""
-        self._calls = []
+        self.calls = []
 
     def next_microbatch(self) -> None:
         """Begins a micro-batch."""
-        self._calls.append([])
+        self.calls.append([])
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Notes a call; takes what `LightningModule.log` takes."""
@@ -57,12 +60,19 @@ class LogTape:
             value = MetricReference(self._index_of(value))
         elif not kwargs.get("enable_graph"):
             value = map_tensors(torch.Tensor.detach, value)
-        self._calls[-1].append(LogCall(name, value, kwargs))
+        self.calls[-1].append(LogCall(name, value, kwargs))
+
+    def weigh(self, loss: Any, weight: Weight) -> None:
+        """Gives the weight of the loss of this micro-batch to the calls that logged this loss."""
+        self.calls[-1] = [
+            replace(call, weight=weight) if _is_same(call.value, loss) else call
+            for call in self.calls[-1]
+        ]
 
     def merged(self, rows: Sequence[int]) -> list[LogCall]:
         """One call per key, in the order of their first appearance."""
         columns: dict[tuple[str, int], list[tuple[LogCall, int]]] = {}
-        for calls, size in zip(self._calls, rows, strict=True):
+        for calls, size in zip(self.calls, rows, strict=True):
             times: dict[str, int] = {}
             for call in calls:
                 occurrence = times[call.name] = times.get(call.name, -1) + 1
@@ -86,16 +96,37 @@ _POSITIONAL = (
 )
 
 
+def _is_same(value: Any, loss: Any) -> bool:
+    if not isinstance(loss, Tensor):
+        return False
+    if isinstance(value, Tensor):
+        return value.data_ptr() == loss.data_ptr() and value.shape == loss.shape
+    return isinstance(value, float) and value == loss.item()
+
+
 def _merge(column: Sequence[tuple[LogCall, int]]) -> LogCall:
     first = column[0][0]
+    weights = [call.weight for call, _ in column]
+    if weights[0] is not None:
+        losses = LossWeights([size for _, size in column])
+        losses.given = weights
+        return _with_batch_size(
+            replace(first, value=losses.merged([call.value for call, _ in column])), column
+        )
     sizes = [call.kwargs.get("batch_size") or size for call, size in column]
     values = [call.value for call, _ in column]
-    kwargs = dict(first.kwargs)
-    if kwargs.get("batch_size") is not None:
-        kwargs["batch_size"] = sum(sizes)
-    return replace(
-        first, value=_reduce(values, sizes, kwargs.get("reduce_fx", "mean")), kwargs=kwargs
-    )
+    value = _reduce(values, sizes, first.kwargs.get("reduce_fx", "mean"))
+    return _with_batch_size(replace(first, value=value), column)
+
+
+def _with_batch_size(merged: LogCall, column: Sequence[tuple[LogCall, int]]) -> LogCall:
+    """The batch size of the whole batch: the sum, unless the user gave that of the whole batch."""
+    sizes: list[int | None] = [call.kwargs.get("batch_size") for call, _ in column]
+    if any(size is None for size in sizes):
+        return merged
+    whole = set(sizes) == {sum(rows for _, rows in column)}
+    batch_size = sizes[0] if whole else sum(size for size in sizes if size is not None)
+    return replace(merged, kwargs={**merged.kwargs, "batch_size": batch_size})
 
 
 def _reduce(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe.split.frozen import Frozen, fields_of, is_open
+from lightning_pipe.split.frozen import Frozen, Name, fields_of, is_open
 from lightning_pipe.split.microbatch import merge_numbers, merge_values, weighted_mean
 from lightning_pipe.tail.changes import Change, Fields, Gone, Grown, Items, Members, Put, rebuilt
 from lightning_pipe.tail.kinds import Kind, Kinds, kinds_of
@@ -96,7 +96,8 @@ class _Before:
 def _known(children: Mapping[Any, Any], before: Any, key: Any) -> Any:
     """What was at a key: a `Frozen`, a plain value, or nothing."""
     if key in children:
-        return children[key]
+        child = children[key]
+        return child.target if isinstance(child, Name) else child
     known = isinstance(before, dict) and key in before
     return _Before(before[key]) if known else None
 
@@ -145,8 +146,9 @@ def _merge_dicts(
 def _merge_grown(
     changes: Sequence[Any], rows: Sequence[int], frozen: Frozen | None, where: Where
 ) -> Grown:
-    children = {} if frozen is None else frozen.children
-    inner = _merge_entries([c.inner for c in changes], rows, children.get, where.entry)
+    children: Mapping[Any, Any] = {} if frozen is None else frozen.children
+    tables = [change.inner for change in changes]
+    inner = _merge_entries(tables, rows, lambda k: _known(children, None, k), where.entry)
     kind = where.kind(appended=True)
     return Grown(_merge_items([c.items for c in changes], rows, kind), inner)
 

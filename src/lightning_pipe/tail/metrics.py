@@ -53,7 +53,7 @@ class MetricTape:
         self._root = root
         self.metrics: list[nn.Module] = []
         self._saved: dict[int, dict[str, Any]] = {}
-        self._calls: list[list[_Call]] = []
+        self.calls: list[list[_Call]] = []
         self._synced: list[Metric] = []
         self._inside = False
         self.find()
@@ -87,7 +87,7 @@ class MetricTape:
     def start(self) -> None:
         """Begins a step."""
         self._saved = {}
-        self._calls = []
+        self.calls = []
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
@@ -104,13 +104,13 @@ class MetricTape:
         finally:
             for index, saved in self._saved.items():
                 _restore(self.metrics[index], saved)
-        self._calls.append(calls)
+        self.calls.append(calls)
 
     def finish(self, rows: Sequence[int]) -> dict[int, MetricState]:
         """Makes the calls of the whole batch; returns the states of the metrics that were
         touched."""
         with torch.no_grad():
-            for call in self._merged(rows):
+            for call in self.merged_calls(rows):
                 getattr(self.metrics[call.metric], call.method)(*call.args, **call.kwargs)
         touched = set(self._saved)
         for index in self._saved:
@@ -133,12 +133,13 @@ class MetricTape:
                 setattr(metric, name, [*getattr(metric, name)[:size], *items])
             vars(metric).update(state.plain)
 
-    def _merged(self, rows: Sequence[int]) -> list[_Call]:
-        shapes = [[(call.metric, call.method) for call in calls] for calls in self._calls]
+    def merged_calls(self, rows: Sequence[int]) -> list[_Call]:
+        """The calls that the whole batch would have made."""
+        shapes = [[(call.metric, call.method) for call in calls] for calls in self.calls]
         if any(shape != shapes[0] for shape in shapes):
-            return [call for calls in self._calls for call in calls]
+            return [call for calls in self.calls for call in calls]
         merged = []
-        for column in zip(*self._calls, strict=True):
+        for column in zip(*self.calls, strict=True):
             args = tuple(
                 merge_values(values, rows)
                 for values in zip(*(call.args for call in column), strict=True)

@@ -22,6 +22,9 @@ from torch.optim import Optimizer
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 
+#: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
+_own_norm = torch.nn.utils.get_total_norm
+
 
 class GradientStash:
     """Gradients of one step, kept away from `.grad`.
@@ -138,7 +141,7 @@ def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callab
 
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
     """The 2-norm of the gradients of all ranks of a pipeline."""
-    own = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    own = _own_norm(gradients) if gradients else torch.zeros(())
     square = own.detach().to("cpu", torch.float64) ** 2
     if ranks.control_group is not None:
         with at(ranks, "clips gradients"):

@@ -289,7 +289,7 @@ class Pipeline:
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
-        if self.ranks.position == schedule.stage_to_rank[-1] and step.trial is None:
+        if self.ranks.position == schedule.stage_to_rank[-1]:
             step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
         changing = frozenset().union(*(cut.changing for cut in step.cuts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,14 +26,6 @@ from lightning_pipe.split.trace import Trace
 
 _MAX_CUTS = 128
 _MAX_FAMILIES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Laid:
-    """A cut and the position of each of its stages."""
-
-    cut: StepCut
-    placement: tuple[int, ...]
 
 
 class Cuts:
@@ -56,9 +48,9 @@ class Cuts:
     def first(self, state: Hashable, batch: Signature, home: Home) -> None:
         """Begins with the cut that placed the weights."""
         self.memo.learn(self._module, home.cut.trace)
-        laid = _Laid(home.cut, home.stage_to_rank)
-        self._family(state, batch).add(Sample(batch.sizes, home.cut.trace, laid))
-        self._keep((state, batch), self._prepared(laid))
+        step = self._prepared(home.cut, home.stage_to_rank)
+        self._family(state, batch).add(Sample(batch.sizes, home.cut.trace, step))
+        self._keep((state, batch), step)
 
     def get(
         self,
@@ -83,12 +75,14 @@ class Cuts:
         derived = family.derive(batch.sizes)
         if derived is None:
             seen = trace(self.memo if family.is_trusted(batch.sizes) else None)
-            laid = lay(seen, home, training=state[1])
-            family.add(Sample(batch.sizes, seen, laid))
-            return self._keep(key, self._prepared(laid, unproven=key if seen.repeated else None))
-        laid = derived.made
-        cut = laid.cut.with_shapes_of(derived.trace)
-        return self._keep(key, self._prepared(_Laid(cut, laid.placement), unproven=key))
+            cut, placement = lay(seen, home, training=state[1])
+            step = self._prepared(cut, placement, unproven=key if seen.repeated else None)
+            family.add(Sample(batch.sizes, seen, step))
+            return self._keep(key, step)
+        like: CutStep = derived.made
+        cut = like.cut.with_shapes_of(derived.trace)
+        programs = {stage: program.at(cut) for stage, program in like.programs.items()}
+        return self._keep(key, replace(like, cut=cut, programs=programs, unproven=key))
 
     def confirm(self, cuts: Iterable[CutStep]) -> None:
         """What was derived has run and was right."""
@@ -119,19 +113,18 @@ class Cuts:
             self._cuts.popitem(last=False)
         return cut
 
-    def _prepared(self, laid: _Laid, unproven: Any = None) -> CutStep:
-        trace = laid.cut.trace
+    def _prepared(self, cut: StepCut, placement: tuple[int, ...], unproven: Any = None) -> CutStep:
         prepared = CutStep(
-            laid.cut,
-            laid.placement,
-            changing_places(trace),
-            buffers_outside(self._module, trace),
+            cut,
+            placement,
+            changing_places(cut.trace),
+            buffers_outside(self._module, cut.trace),
             unproven=unproven,
         )
-        for stage, rank in enumerate(laid.placement):
+        for stage, rank in enumerate(placement):
             if rank == self._position:
                 prepared.programs[stage] = StageProgram(
-                    laid.cut,
+                    cut,
                     stage,
                     self._module,
                     device_type=self._device_type,
@@ -140,20 +133,20 @@ class Cuts:
         return prepared
 
 
-def lay(trace: Trace, home: Home, *, training: bool) -> _Laid:
-    """Lays a step over the stages that hold its units.
+def lay(trace: Trace, home: Home, *, training: bool) -> tuple[StepCut, tuple[int, ...]]:
+    """Lays a step over the stages that hold its units; returns it and the position of each stage.
 
     Raises:
         CutError: The units are called in an order that no training schedule runs.
     """
     if [c.unit for c in trace.calls] == [c.unit for c in home.cut.trace.calls]:
         cut = StepCut(trace, place(trace, home.starts), num_stages=home.cut.num_stages)
-        return _Laid(cut, home.stage_to_rank)
+        return cut, home.stage_to_rank
     segments = place_like(trace, home.stages_of_unit, num_stages=home.cut.num_stages)
     ranks = home.stage_to_rank
     if not training:
         cut = StepCut(trace, segments.segment_of_call, num_stages=len(segments.home))
-        return _Laid(cut, tuple(ranks[stage] for stage in segments.home))
+        return cut, tuple(ranks[stage] for stage in segments.home)
     if list(segments.home) != sorted(set(segments.home)):
         raise CutError(
             "this batch takes another way through the model than the first one: its units are "
@@ -161,4 +154,4 @@ def lay(trace: Trace, home: Home, *, training: bool) -> _Laid:
             "batches that call the same units in the same order"
         )
     stages = tuple(segments.home[segment] for segment in segments.segment_of_call)
-    return _Laid(StepCut(trace, stages, num_stages=home.cut.num_stages), ranks)
+    return StepCut(trace, stages, num_stages=home.cut.num_stages), ranks

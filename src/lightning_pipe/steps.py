@@ -41,8 +41,9 @@ from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
+from lightning_pipe.split.patching import find_metrics
 from lightning_pipe.split.program import SKIPPED
-from lightning_pipe.split.rng import mix
+from lightning_pipe.split.rng import generators_of, mix, preserved
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
@@ -289,6 +290,7 @@ class Pipeline:
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
+        step = replace(step, metrics=find_metrics(self.module))
         if self.ranks.position == schedule.stage_to_rank[-1]:
             step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
@@ -296,7 +298,8 @@ class Pipeline:
         self.tail.start(step.pieces.rows, step.cuts[0].watched, changing)
         stash = GradientStash(self._own_parameters, step.loss_scale) if step.training else None
         start_s = time.perf_counter()
-        with stash.collect() if stash is not None else nullcontext():
+        collected = stash.collect() if stash is not None else nullcontext()
+        with collected, preserved(self.device.type, generators_of(self.module)):
             self.spans = self.engine.run(schedule, stages, training=step.training)
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule

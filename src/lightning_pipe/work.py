@@ -20,6 +20,7 @@ from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
+from lightning_pipe.split.units import modules_of
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators
 
@@ -45,6 +46,7 @@ class StepRun:
         record: Values to keep of each micro-batch, on the last stage.
         recorded: These, one tuple per micro-batch.
         denominators: What watches the losses of the last stage, if anything does.
+        metrics: The metric objects of the module; looked for in each micro-batch if None.
     """
 
     module: nn.Module
@@ -61,6 +63,7 @@ class StepRun:
     record: Sequence[ValueKey] | None = None
     recorded: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     denominators: Denominators | None = None
+    metrics: Sequence[nn.Module] | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.trial is None:
@@ -84,7 +87,14 @@ class StepRun:
         record = (self.record or ()) if program.is_last else ()
         watch = self.denominators if program.is_last else None
         with self.context(self.name), traces, watch or nullcontext():
-            result = program.run(step, received, key=key, record=record)
+            result = program.run(
+                step,
+                received,
+                key=key,
+                record=record,
+                metrics=self.metrics,
+                keep_random=self.metrics is None,
+            )
         if not isinstance(result, StepResult):
             return result
         self.recorded.append(result.recorded)
@@ -127,7 +137,8 @@ class Trial:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._buffers = [(b, b.detach().clone()) for b in module.buffers() if not is_fake(b)]
+        buffers = [b for m in modules_of(module) for b in m._buffers.values() if b is not None]
+        self._buffers = [(b, b.detach().clone()) for b in buffers if not is_fake(b)]
         self.error: str | None = None
 
     def note(self, error: Exception) -> None:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.split.patching import attributes
+from lightning_pipe.split.units import modules_of
 
 
 def opened_encoders(
     root: nn.Module, units: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
     """List the replacements for the encoders of ``root`` that have units inside them."""
-    for module in root.modules():
+    for module in modules_of(root):
         if isinstance(module, nn.TransformerEncoder) and any(
             inner is unit for inner in module.modules() if inner is not module for unit in units
         ):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.split.units import is_metric
+from lightning_pipe.split.units import is_metric, modules_of
 
 Call = Callable[..., Any]
 #: makes the replacement of one method: (bound original, method name) -> replacement
@@ -52,7 +52,7 @@ def routed(units: Iterable[tuple[nn.Module, Wrapper]]) -> Iterator[tuple[Any, st
 def find_metrics(root: nn.Module) -> list[nn.Module]:
     """Find torchmetrics objects among the submodules and in plain lists, tuples and dicts of
     ``root``."""
-    found = [m for m in root.modules() if is_metric(m)]
+    found = [m for m in modules_of(root) if is_metric(m)]
     for value in list(vars(root).values()):
         items: Iterable[Any] = ()
         if isinstance(value, dict):

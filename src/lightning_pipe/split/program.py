@@ -8,8 +8,9 @@ a send, the loss or a log is an error that names producer and consumer, never a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,8 @@ class StageProgram:
         self._units = [(name, root.get_submodule(name)) for name in self._trace.unit_names]
         self._ghosts: dict[ValueKey, Tensor] = {}
         self._needs_mode = cut.num_stages > 1 or bool(self._trace.random_glue)
+        modules = [module for _, module in self._units]
+        self._opens_encoders = any(True for _ in opened_encoders(root, modules))
         in_units = tuple(name + "." for name in self._trace.unit_names)
         owned = set(cut.units_of(stage))
         self._numbers = {
@@ -135,6 +138,8 @@ class StageProgram:
         *,
         key: int,
         record: Sequence[ValueKey] = (),
+        metrics: Sequence[nn.Module] | None = None,
+        keep_random: bool = True,
     ) -> tuple[Tensor, ...] | StepResult:
         """Run this stage's part of ``step``.
 
@@ -143,6 +148,8 @@ class StageProgram:
             received: The values of :attr:`inputs`, in that order.
             key: Random key of the micro-batch, equal on all stages.
             record: On the last stage, values to give back too.
+            metrics: The metric objects of the module; found anew if not given.
+            keep_random: Put the random generators back; if not, the caller does.
 
         Returns:
             The values of :attr:`outputs`; on the last stage what the step returned.
@@ -152,6 +159,7 @@ class StageProgram:
                 stage does not have.
         """
         run = _Run(self, received, key, record)
+        run.metrics = find_metrics(self._root) if metrics is None else metrics
         ghosts = AttributeKeeper(self._root, self._trace.ghost_attributes)
         numbers = AttributeKeeper(
             self._root, frozenset(pair for pairs in self._numbers.values() for pair in pairs)
@@ -159,7 +167,8 @@ class StageProgram:
         glue = None if self.is_last else AttributeKeeper(self._root, self._glue_attributes)
         GHOSTS.tainted.clear()
         try:
-            with preserved(self._device_type, self._generators), inside_step():
+            kept = preserved(self._device_type, self._generators) if keep_random else nullcontext()
+            with kept, inside_step():
                 return run.execute(step)
         finally:
             GHOSTS.tainted.clear()
@@ -167,6 +176,15 @@ class StageProgram:
                 glue.restore()
             ghosts.restore(only_fakes=True)
             numbers.restore()
+
+    def at(self, cut: StepCut) -> StageProgram:
+        """The same stage of the same step at other sizes, which were derived and are watched."""
+        other = copy.copy(self)
+        other.watch = True
+        other._cut, other._trace, other._ghosts = cut, cut.trace, {}
+        other.inputs = cut.boundaries[self.stage - 1] if self.stage else ()
+        other.outputs = () if self.is_last else cut.boundaries[self.stage]
+        return other
 
     def ghost(self, key: ValueKey) -> Tensor:
         """Return a fake for a value that this stage does not need."""
@@ -192,6 +210,7 @@ class _Run:
         self.count = 0
         self.busy = False
         self.glue: Glue | None = None
+        self.metrics: Sequence[nn.Module] = ()
         self.random = KeyedRandom(key, program._device_type, program._generators)
         self._given = dict(zip(program._input_keys, received, strict=True))
         self._versions = {k: t._version for k, t in self._given.items()}
@@ -223,9 +242,10 @@ class _Run:
             with ExitStack() as stack:
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(list(routed(units))))
-                if program._needs_mode or self._record:
+                if (program._needs_mode or self._record) and program._opens_encoders:
                     modules = [module for module, _ in units]
                     stack.enter_context(attributes(list(opened_encoders(program._root, modules))))
+                if program._needs_mode or self._record:
                     self.glue = stack.enter_context(Glue(self))
                 stack.enter_context(self._regions.watched())
                 self.random.at(0)
@@ -259,13 +279,13 @@ class _Run:
         root = self.program._root
         log = getattr(root, "log", None)
         if not self.program.is_last:
-            found = list(silent_metrics(find_metrics(root), lambda _: None))
+            found = list(silent_metrics(self.metrics, lambda _: None))
             if callable(log):
                 found.append((root, "log", lambda *args, **kwargs: None))
             if callable(getattr(root, "print", None)):
                 found.append((root, "print", lambda *args, **kwargs: None))
             return found
-        found = list(quiet_metrics(find_metrics(root), self._unseen))
+        found = list(quiet_metrics(self.metrics, self._unseen))
         if callable(log):
 
             def checked(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -385,8 +405,7 @@ class _Run:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        arguments, _ = flatten((args, kwargs))
-        for argument in arguments:
+        for argument in tensors((args, kwargs)):
             if is_foreign(argument):
                 raise CutError(
                     f"unit '{call.unit}' (stage {self.program.stage}) reads a tensor of shape "
@@ -400,14 +419,14 @@ class _Run:
         try:
             with function_mode_off(self.glue):
                 out = original(*args, **kwargs)
+                if self.program.watch:
+                    check_made(self.trace, call, out, self.program.stage)
         finally:
             self.busy = False
-        if self.program.watch:
-            check_made(self.trace, call, out, self.program.stage)
-        self._take(call, module, out, arguments)
+        self._take(call, module, out, (args, kwargs))
         return out
 
-    def _take(self, call: UnitCall, module: nn.Module, out: Any, arguments: list[Any]) -> None:
+    def _take(self, call: UnitCall, module: nn.Module, out: Any, given: Any) -> None:
         """Pick the outputs that are sent; a copy where somebody writes them before they leave."""
         wanted = [k for k in self.wanted if len(k) == 2 and k[0] == call.index]
         if not wanted:
@@ -415,7 +434,7 @@ class _Run:
         values = flatten(out)[0]
         for leaf in call.leaves[call.num_outputs :]:
             if isinstance(leaf, WrittenArgument):
-                values.append(arguments[leaf.argument])
+                values.append(flatten(given)[0][leaf.argument])
             else:
                 assert isinstance(leaf, SideAttribute)
                 values.append(getattr(module.get_submodule(leaf.module), leaf.attribute))
@@ -428,7 +447,9 @@ class _Run:
         """Return what an earlier stage's unit returned, as far as it was sent."""
         self.busy = True
         try:
-            arguments = flatten((args, kwargs))[0]
+            # most units return nothing but new tensors, and nobody looks at what they were given
+            reads = any(not isinstance(leaf, (NewTensor, Constant)) for leaf in call.leaves)
+            arguments = flatten((args, kwargs))[0] if reads else []
             values: list[Any] = []
             for position, leaf in enumerate(call.leaves):
                 key = (call.index, position)

@@ -60,8 +60,12 @@ class Family:
         if len(group) < 2 or rules is None:
             return None
         metas: dict[ValueKey, Meta] = {}
+        known: dict[tuple[Meta, ...], Meta | None] = {}  # equal blocks have equal shapes
         for key in group[0].trace.keys():  # noqa: SIM118 - a method
-            meta = _derived([sample.trace.meta(key) for sample in group], rules)
+            seen = tuple(sample.trace.meta(key) for sample in group)
+            if seen not in known:
+                known[seen] = _derived(seen, rules)
+            meta = known[seen]
             if meta is None:
                 return None
             metas[key] = meta

@@ -55,8 +55,13 @@ def _record_fields(value: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
 
 
+_ONE_LEAF = TreeSpec(pytree.tree_flatten(0)[1], (None,))
+
+
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of ``value`` in a fixed order and the structure to rebuild it."""
+    if isinstance(value, Tensor):  # by far the most frequent output of a unit
+        return [value], _ONE_LEAF
     outer_leaves, outer = pytree.tree_flatten(value)
     leaves: list[Any] = []
     records: list[_Record | None] = []
@@ -75,6 +80,8 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
     """Rebuild what :func:`flatten` took apart, with new ``leaves``."""
+    if spec is _ONE_LEAF:
+        return next(iter(leaves))
     stream = iter(leaves)
     outer_leaves: list[Any] = []
     for record in spec.records:

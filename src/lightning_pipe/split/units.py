@@ -9,6 +9,7 @@ are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -28,9 +29,29 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+_IS_METRIC: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def is_metric(module: nn.Module) -> bool:
     """Tell whether ``module`` is a torchmetrics object, without importing torchmetrics."""
-    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(module).__mro__)
+    kind = type(module)
+    known = _IS_METRIC.get(kind)
+    if known is None:
+        known = any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in kind.__mro__)
+        _IS_METRIC[kind] = known
+    return known
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """List what ``root.modules()`` yields, several times faster."""
+    found: dict[int, nn.Module] = {}
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            pending += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found.values())
 
 
 def has_blocks(module: nn.Module) -> bool:

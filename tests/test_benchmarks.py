@@ -1,0 +1,28 @@
+"""The benchmarks run, and what they count is as promised; their times are for people."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    yield importlib.import_module
+    for name in ("models", "host_time", "shapes"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_new_lengths_cost_one_trace_and_every_stage_is_measured(benchmark):
+    found = benchmark("shapes").measure(3, 2, 2, 6)
+    assert (found["traces"], found["lengths"], found["first_steps_watched"]) == (1, 6, 6)
+    found = benchmark("host_time").measure(3, 2, 2)
+    assert [stage["ghost_calls"] for stage in found["stages"]] == [0, 3]
+    assert all(stage["host_ms"] > 0 < stage["units_ms"] for stage in found["stages"])

@@ -321,7 +321,8 @@ def _branching(strategy):
     trace_step = steps.trace_step
 
     def counting(root, step, batch, **kwargs):
-        traced.append(batch[0].shape[1] - 1)
+        if len(batch[0]) == 2:  # a micro-batch
+            traced.append(batch[0].shape[1] - 1)
         return trace_step(root, step, batch, **kwargs)
 
     steps.trace_step = counting

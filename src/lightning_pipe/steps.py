@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ class Pipeline:
         self.ranks = ranks
         self.device = device
         self.tail = Tail(module)
-        self.whole = WholeTail(module, self.tail, self._trace, device.type)
+        self._cuts = Cuts(module, ranks.position, device.type)
+        trace = partial(self._trace, memo=self._cuts.memo)
+        self.whole = WholeTail(module, self.tail, trace, device.type)
         self.engine = Engine(ranks, device)
         self.spans: Sequence[Span] = ()
         self.step_s = 0.0
@@ -91,7 +93,6 @@ class Pipeline:
         self._follows_hooks = follows_hooks
         self._home: Home | None = None
         self._plan: Plan | None = None
-        self._cuts = Cuts(module, ranks.position, device.type)
         self._schedules: dict[Any, Schedule] = {}
 
     @property

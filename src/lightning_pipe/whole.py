@@ -34,6 +34,7 @@ from lightning_pipe.tail.notes import Notes
 from lightning_pipe.work import StepRun
 
 _CHECKS = 2
+_MOST_KEPT = 64
 _MOST_BYTES = 1 << 28  # of the outputs of a whole batch, to be kept for a comparison
 
 
@@ -79,7 +80,7 @@ class WholeTail:
         self._trace = trace
         self._device_type = device_type
         self._steps: dict[str, _Known] = {}
-        self._boundaries: dict[tuple[int, int], tuple[ValueKey, ...]] = {}
+        self._boundaries: dict[Any, tuple[CutStep, tuple[ValueKey, ...]]] = {}
 
     def watched(self, step: StepRun) -> StepRun:
         """The step, with what is to be kept of each micro-batch or what watches its losses."""
@@ -151,14 +152,17 @@ class WholeTail:
 
     def _boundary(self, cut: CutStep, rows: int) -> tuple[ValueKey, ...]:
         key = (id(cut), rows)
-        if key not in self._boundaries:
-            self._boundaries[key] = cut.cut.tail_boundary(rows)
-        return self._boundaries[key]
+        known = self._boundaries.get(key)
+        if known is None or known[0] is not cut:  # cuts come and go, and so do their ids
+            known = cut, cut.cut.tail_boundary(rows)
+            _keep(self._boundaries, key, known)
+        return known[1]
 
     def _run(self, step: StepRun, batch: Any, structure: Any, known: _Known) -> Notes:
         if structure not in known.programs:
             trace = self._trace(step.name, batch, step.rest, training=step.training)
-            known.programs[structure] = (self._program(trace, step.record or ()), trace)
+            made = self._program(trace, step.record or ()), trace
+            _keep(known.programs, structure, made)
         program, trace = known.programs[structure]
         values = self._joined(step, trace)
         call = partial(getattr(self._module, step.name), copy_tensors(batch), *step.rest)
@@ -200,3 +204,10 @@ def _warn_of_loss(name: str) -> None:
         "the step has written, use num_microbatches=1",
         stacklevel=2,
     )
+
+
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Remember a value, and forget the oldest: batches may come in any number of shapes."""
+    table[key] = value
+    if len(table) > _MOST_KEPT:
+        table.pop(next(iter(table)))

@@ -298,7 +298,8 @@ class _State(lit.Lit):
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.count += 1
-        loss = F.cross_entropy(self.net(x) * (1 + self.average), y)  # the value before this step
+        early = self.net(x * (1 + self.average))  # the value before this step, on the first stage
+        loss = F.cross_entropy(early * (1 + self.average), y)
         self.average.data.mul_(0.9).add_(loss.detach(), alpha=0.1)
         self.inner.count.add_(len(x))
         for meter in (self.meter, self.inner.meter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import string
 from typing import Any
 
 import numpy as np
@@ -318,3 +319,20 @@ def test_weights_of_other_ranks_cannot_be_used_in_hooks() -> None:
         foreign.norm().item()
     assert torch.equal(foreign, foreign)
     assert not torch.equal(foreign, module.blocks[1].weight)
+
+
+class Teller(string.Formatter):
+    """Of a class that is not the user's alone: it is not looked into."""
+
+
+def test_a_change_of_an_object_that_cannot_be_put_back_is_noted() -> None:
+    module = stack()
+    module.teller, module.unused = Teller(), Teller()
+
+    def step(batch: Any) -> Tensor:
+        module.teller.told = 1
+        return module(batch["x"]).mean()
+
+    notes = " ".join(trace(module, step).notes)
+    assert "changes teller, a Teller, which cannot be put back" in notes
+    assert "unused" not in notes

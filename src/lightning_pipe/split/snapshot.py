@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.split._fake import is_fake, storage_key
-from lightning_pipe.split.frozen import Frozen, Name, holds_fake, is_data, same_plain
+from lightning_pipe.split.frozen import Frozen, Name, fingerprint, holds_fake, is_data, same_plain
 from lightning_pipe.split.frozen import frozen as freeze
 from lightning_pipe.split.units import is_metric
 
@@ -38,6 +38,7 @@ class Snapshot:
     def __init__(self, root: nn.Module) -> None:
         self._modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Frozen | Name]]] = []
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, Tensor | None]] = []
+        self._foreign: list[tuple[str, Any, bytes]] = []
         memo: dict[int, Any] = {}
         for name, module in root.named_modules():
             if is_metric(module):
@@ -49,6 +50,10 @@ class Snapshot:
                 if is_data(value)
             }
             self._modules.append((name, module, state, frozen))
+            for key, value in state.items():
+                print_before = fingerprint(value)
+                if print_before is not None:
+                    self._foreign.append((f"{name}.{key}".strip("."), value, print_before))
             for key, buffer in module._buffers.items():
                 copy = buffer.detach().clone() if isinstance(buffer, Tensor) else None
                 full = f"{name}.{key}" if name else key
@@ -82,6 +87,15 @@ class Snapshot:
             written = buffer is not None and copy is not None and not torch.equal(buffer, copy)
             if now is not buffer or written:
                 yield name, now
+
+    def changed_objects(self) -> Iterator[str]:
+        """Say of objects that cannot be put back that they changed."""
+        for name, value, before in self._foreign:
+            if fingerprint(value) != before:
+                yield (
+                    f"the step changes {name}, a {type(value).__name__}, which cannot be put back: "
+                    "it sees every micro-batch and every trace, on each rank"
+                )
 
     def buffers_in(self, storages: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the buffers whose data is in one of these storages."""

@@ -230,7 +230,7 @@ class Tracer:
             parameters=self._all_names,
             training=torch.is_grad_enabled(),
             on_fakes=not self._real,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *snapshot.changed_objects()),
             read_values=self.values.read_values,
             glue_saved=tuple(
                 self._saved.at(segment, in_unit=False) for segment in range(len(self.calls) + 1)

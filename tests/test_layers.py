@@ -21,6 +21,7 @@ LAYERS: dict[str, set[str]] = {
     "_lightning": {"torch", "lightning", "lightning_utilities"},
     "_loops": {"lightning"},
     "layout": set(),
+    "planfile": {"yaml"},
     "home": {"torch"},
     "cuts": {"torch"},
     "gradients": {"torch"},
@@ -36,9 +37,11 @@ LAYERS: dict[str, set[str]] = {
     "norms": {"torch"},
     "manners": {"torch", "torchmetrics", "lightning", "lightning_utilities"},
     "agreement": {"torch", "lightning", "lightning_utilities"},
+    "follow": {"lightning_utilities"},
     "processes": {"torch", "lightning", "typing_extensions"},
     "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
+    "plan_command": {"torch", "lightning", "yaml"},
     "cli": {"lightning", "jsonargparse"},
 }
 ORDER = list(LAYERS)

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -29,6 +30,7 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero as lightning_rank_zero
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -37,6 +39,7 @@ from lightning_utilities.core import rank_zero
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_pipe.errors import BatchError
 from lightning_pipe.split._fake import is_fake
 
 #: The steps of a LightningModule, by the stage of the Trainer.
@@ -154,6 +157,38 @@ def first_training_batch(trainer: Trainer) -> tuple[bool, Any]:
     if any(not there for there, _ in found):
         return False, None
     return True, pytree.tree_unflatten([batch for _, batch in found], loader._spec)
+
+
+def prepare_fit(trainer: Trainer, model: LightningModule, datamodule: Any) -> None:
+    """Takes a Trainer as far as `fit` goes before the strategy is set up: data and model are there,
+    nothing has moved and nothing runs."""
+    trainer.strategy._lightning_module = model
+    trainer.strategy.connect(model)
+    model.trainer = trainer
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.state.stage = RunningStage.TRAINING
+    trainer._data_connector.attach_data(model, datamodule=datamodule)
+    trainer._data_connector.prepare_data()
+    call._call_setup_hook(trainer)
+    call._call_configure_model(trainer)
+
+
+def one_training_batch(trainer: Trainer) -> Any:
+    """Reads the first batch of the loaders of `fit`, once."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    loader = loop._combined_loader
+    assert loader is not None
+    try:
+        return next(iter(loader))[0]
+    except StopIteration:
+        raise BatchError("the training loader gives no batch to plan with") from None
+
+
+def own_optimizers(trainer: Trainer) -> list[Optimizer]:
+    """The optimizers that the module configures; none where its hook needs more than a plan has."""
+    optimizers, _ = _init_optimizers_and_lr_schedulers(trainer.lightning_module)
+    return [plain_optimizer(optimizer) for optimizer in optimizers]
 
 
 def seen_rows(loader: Any, *, reset: bool = False) -> list[Any] | None:

@@ -19,29 +19,44 @@ from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedu
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.planning.simulate import simulate
 
-__all__ = ["draw", "main", "train"]
+__all__ = ["draw", "main", "plan", "train"]
 
 _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
 
 
 def main() -> None:
     """Runs the command in `sys.argv`."""
-    if sys.argv[1:2] == ["draw"]:
-        try:
-            draw(sys.argv[2:])
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except (PipelineError, OSError) as error:
-            sys.exit(f"lightning-pipe draw: {error}")
-    else:
+    own = {"draw": draw, "plan": plan}
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command not in own:
         train()
+        return
+    try:
+        own[command](sys.argv[2:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (PipelineError, OSError) as error:
+        sys.exit(f"lightning-pipe {command}: {error}")
+
+
+def plan(arguments: Sequence[str]) -> None:
+    """Says whether a model fits and how to spread it, from the YAML of `fit`."""
+    _find_classes_here()
+    from lightning_pipe import plan_command
+
+    plan_command.plan(arguments)
+
+
+def _find_classes_here() -> None:
+    """As with `python -m`: class paths start in this folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def train() -> Any:
     """LightningCLI: model and data by class path, the trainer by its arguments."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as with `python -m`: class paths start in this folder
+    _find_classes_here()
     from lightning.pytorch.cli import LightningCLI
 
     return LightningCLI(
@@ -49,7 +64,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also: lightning-pipe draw --help",
+            "epilog": "See also: lightning-pipe plan --help, lightning-pipe draw --help",
         },
     )
 

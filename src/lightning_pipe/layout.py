@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
-from lightning_pipe.planning import balance as cuts
+from lightning_pipe.planning.choose import BALANCES, Candidate, Request, starts_for, try_one
+from lightning_pipe.planning.conclude import predict
 from lightning_pipe.planning.ir import Schedule
-from lightning_pipe.planning.plan import Plan, StagePlan
+from lightning_pipe.planning.plan import Plan, Prediction, StagePlan
+from lightning_pipe.planning.profile import Profile, ranges
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule, validate_user
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.rows import Rule, check_rules
 from lightning_pipe.split.trace import Trace
-
-BALANCES = ("auto", "flops", "parameters", "uniform")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Layout:
         balance: One of `BALANCES`, or a number of unit calls for each stage.
         split_points: Names of modules after which to cut.
         split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
+        plan: The file's plan that the other values are from, if any.
     """
 
     num_ranks: int
@@ -41,6 +42,7 @@ class Layout:
     balance: str | tuple[int, ...] = "auto"
     split_points: tuple[str, ...] | None = None
     split_batch: Mapping[str, Rule] = field(default_factory=dict)
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "virtual_stages", "num_microbatches"):
@@ -137,35 +139,63 @@ class Layout:
         )
 
 
-def stage_starts(layout: Layout, trace: Trace) -> tuple[int, ...]:
+def stage_starts(layout: Layout, trace: Trace, profile: Profile, pieces: int) -> tuple[int, ...]:
     """The first unit call of each stage."""
-    calls, num_stages = trace.calls, layout.num_stages
-    if num_stages == 1:
+    if layout.num_stages == 1:
         return (0,)
-    if len(calls) < num_stages:
+    if len(trace.calls) < layout.num_stages:
         raise PlanError(_too_few_units(layout, trace))
-    if layout.split_points is not None:
-        return cuts.at_names([call.unit for call in calls], layout.split_points)
-    if not isinstance(layout.balance, str):
-        return cuts.explicit(layout.balance, len(calls))
-    if layout.balance == "uniform":
-        return cuts.uniform(len(calls), num_stages)
-    return cuts.partition(unit_costs(trace, layout.balance), num_stages)
+    _check_units(layout, trace)
+    priced = profile.with_flops_per_s(1.0)
+    return starts_for(priced, _request(layout, profile, pieces), layout.make(pieces))
 
 
-def unit_costs(trace: Trace, balance: str) -> list[float]:
-    """What each unit call weighs: its share of the FLOPs, of the parameters, or of both."""
-    flops: Sequence[float] = _shares([call.flops for call in trace.calls])
-    weights: Sequence[float] = _shares([_parameters(trace)[i] for i in range(len(trace.calls))])
-    if balance == "flops":
-        return list(flops)
-    if balance == "parameters":
-        return list(weights)
-    if not any(flops):
-        return list(weights)
-    # A unit that only moves data has no FLOPs but takes time and memory: its weights stand for
-    # that.
-    return [0.9 * f + 0.1 * w for f, w in zip(flops, weights, strict=True)]
+def _request(layout: Layout, profile: Profile, pieces: int) -> Request:
+    return Request(
+        rows=profile.rows * pieces,
+        devices=layout.num_ranks,
+        balance=layout.balance,
+        split_points=layout.split_points,
+    )
+
+
+def _check_units(layout: Layout, trace: Trace) -> None:
+    """The plan of a file is for the calls that the step makes.
+
+    Raises:
+        PlanError: It is for others, with the first difference.
+    """
+    if layout.plan is None:
+        return
+    names, end = [call.unit for call in trace.calls], 0
+    for stage in layout.plan.stages:
+        start, end = end, end + stage.num_units
+        found = names[start:end]
+        if len(found) < stage.num_units or (found[0], found[-1]) != (
+            stage.first_unit,
+            stage.last_unit,
+        ):
+            there = f"{found[0]} .. {found[-1]}" if found else "nothing"
+            raise PlanError(
+                f"the plan is for another model: its stage {stage.stage} is {stage.num_units} "
+                f"units, {stage.first_unit} .. {stage.last_unit}; here these are {there}. Make a "
+                "plan for this one: lightning-pipe plan"
+            )
+
+
+def predict_step(
+    layout: Layout, profile: Profile, starts: tuple[int, ...], pieces: int
+) -> Prediction:
+    """What a step will take: as the plan's file says, or from FLOPs and the trace."""
+    if layout.plan is not None and layout.plan.prediction is not None:
+        return layout.plan.prediction
+    counts = tuple(end - start for start, end in ranges(starts, len(profile.units)))
+    request = replace(_request(layout, profile, pieces), balance=counts, split_points=None)
+    candidate = Candidate(
+        layout.num_ranks, layout.virtual_stages, pieces, layout.schedule_name(pieces)
+    )
+    priced = profile.with_flops_per_s(1.0)
+    return predict(try_one(priced, request, candidate, strict=False), request)
 
 
 def make_plan(
@@ -176,6 +206,7 @@ def make_plan(
     *,
     sizes: Mapping[str, tuple[int, int]],
     num_microbatches: int,
+    prediction: Prediction | None = None,
 ) -> Plan:
     """Describes a cut.
 
@@ -186,6 +217,7 @@ def make_plan(
         held: The parameters of each stage.
         sizes: For each parameter its number of elements and of bytes.
         num_microbatches: Pieces of the first batch.
+        prediction: What a step is expected to take.
     """
     schedule = layout.make(num_microbatches)
     idle_fraction = ideal_bubble_fraction(schedule)
@@ -212,6 +244,8 @@ def make_plan(
             )
         )
     balance = layout.balance if isinstance(layout.balance, str) else "counts"
+    if layout.plan is not None:
+        balance = f"the plan's {layout.plan.balance}"
     return Plan(
         stages=tuple(stages),
         schedule_name=schedule.name,
@@ -221,6 +255,7 @@ def make_plan(
         balance="split_points" if layout.split_points is not None else balance,
         ideal_bubble_fraction=idle_fraction,
         notes=(*trace.notes, *_few_microbatches(layout, schedule, idle_fraction)),
+        prediction=prediction,
     )
 
 
@@ -254,24 +289,17 @@ def _few_microbatches(layout: Layout, schedule: Schedule, idle_fraction: float) 
     )
 
 
-def cut_step(layout: Layout, trace: Trace) -> StepCut:
-    """Cuts the training step as the layout says."""
-    return StepCut(trace, place(trace, stage_starts(layout, trace)), num_stages=layout.num_stages)
+def cut_step(layout: Layout, trace: Trace, profile: Profile, pieces: int) -> StepCut:
+    """Cuts the training step as the layout says.
 
-
-def _parameters(trace: Trace) -> list[int]:
-    """Parameters by call; those of a unit that is called again count once."""
-    seen: set[str] = set()
-    counts = []
-    for call in trace.calls:
-        counts.append(0 if call.unit in seen else call.parameters)
-        seen.add(call.unit)
-    return counts
-
-
-def _shares(values: Sequence[int]) -> list[float]:
-    total = sum(values)
-    return [value / total if total else 0.0 for value in values]
+    Args:
+        layout: What was asked for.
+        trace: The traced step.
+        profile: The same, as the planner reads it.
+        pieces: Micro-batches of the first batch.
+    """
+    starts = stage_starts(layout, trace, profile, pieces)
+    return StepCut(trace, place(trace, starts), num_stages=layout.num_stages)
 
 
 def _is_file(schedule: str) -> bool:

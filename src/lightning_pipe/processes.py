@@ -126,6 +126,11 @@ class PipelineProcesses(ParallelStrategy):
         return self._process_group_backend
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The arguments that decide how a model is laid over ranks, as they were given."""
+        return {"pipeline_parallel_size": self._pipeline_parallel_size, **self._arguments}
+
+    @property
     def _pipeline_layout(self) -> Layout:
         if self._layout is None:
             self._layout = self._make_layout()

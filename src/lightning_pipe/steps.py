@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipe.cuts import Cuts
 from lightning_pipe.errors import CutError
@@ -26,9 +27,10 @@ from lightning_pipe.home import (
     Home,
     whole_as_fakes,
 )
-from lightning_pipe.layout import Layout, cut_step, make_plan
+from lightning_pipe.layout import Layout, cut_step, make_plan, predict_step
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
+from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.schedules import forward_only
 from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
@@ -42,6 +44,7 @@ from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
 from lightning_pipe.split.patching import find_metrics
+from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.program import SKIPPED
 from lightning_pipe.split.rng import generators_of, mix, preserved
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
@@ -91,6 +94,8 @@ class Pipeline:
         self._context = context
         self._seed = seed
         self._follows_hooks = follows_hooks
+        #: of the run, once they are made: the plan counts their state
+        self.optimizers: Sequence[Optimizer] = ()
         self._home: Home | None = None
         self._plan: Plan | None = None
         self._schedules: dict[Any, Schedule] = {}
@@ -130,7 +135,8 @@ class Pipeline:
                 self._agree(None)
                 raise
         self._agree(trace)
-        cut = cut_step(self.layout, trace)
+        profile = self._profile(trace, pieces.rows[0], training=training)
+        cut = cut_step(self.layout, trace, profile, len(pieces.batches))
         copies = find_copies(self.module, frozenset().union(*read_by_stages(self.module, cut)))
         held = parameters_of_stages(self.module, cut)
         stage_to_rank = self.layout.stage_to_rank()
@@ -146,12 +152,21 @@ class Pipeline:
             name: (p.numel(), p.numel() * p.element_size())
             for name, p in self.module.named_parameters()
         }
+        starts = tuple(cut.first_call(stage) for stage in range(cut.num_stages))
         self._plan = make_plan(
-            self.layout, trace, cut, held, sizes=sizes, num_microbatches=len(pieces.batches)
+            self.layout,
+            trace,
+            cut,
+            held,
+            sizes=sizes,
+            num_microbatches=len(pieces.batches),
+            prediction=predict_step(self.layout, profile, starts, len(pieces.batches))
+            if training and trace.calls
+            else None,
         )
         self._home = Home(
             cut,
-            tuple(cut.first_call(stage) for stage in range(cut.num_stages)),
+            starts,
             stage_to_rank,
             held,
             {unit: frozenset(stages) for unit, stages in units.items()},
@@ -160,6 +175,14 @@ class Pipeline:
         ownership.drop_foreign(self.device)
         state = self._state_key(name, training=training)
         self._cuts.first(state, signature(piece), self._home)
+
+    def _profile(self, trace: Trace, rows: int, *, training: bool) -> Profile:
+        """What the planner is told; the optimizer's state only where it is asked about."""
+        state: dict[str, int] = {}
+        if training and self.layout.num_stages > 1:
+            for optimizer in self.optimizers:
+                state |= optimizer_state_bytes(self.module, optimizer)
+        return profile_of(self.module, trace, rows=rows, optimizer_bytes=state)
 
     def _trace(
         self,

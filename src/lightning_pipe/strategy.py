@@ -31,6 +31,7 @@ from lightning_pipe import _loops
 from lightning_pipe.agreement import agree_while_fitting
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
+from lightning_pipe.follow import Follow
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.hooks import Hooks, NoHooks
 from lightning_pipe.manners import (
@@ -43,6 +44,7 @@ from lightning_pipe.manners import (
 )
 from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
+from lightning_pipe.planfile import read_plan, with_plan
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
@@ -90,6 +92,8 @@ class PipelineStrategy(PipelineProcesses):
         split_batch: How values of the batch are split where rows along dimension 0 are the wrong
             guess, by key: "replicate" (or None) gives the value whole to every micro-batch, "list"
             splits a list item by item, a number names the dimension of the rows.
+        plan: A file that `lightning-pipe plan` wrote; it decides stages, micro-batches, schedule
+            and cuts.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
             "none", or "auto": all if the host has the memory.
         share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks, and not
@@ -125,27 +129,32 @@ class PipelineStrategy(PipelineProcesses):
         balance: str | list[int] = "auto",
         split_points: list[str] | None = None,
         split_batch: dict[str, int | str | None] | None = None,
+        plan: str | None = None,
         restore_model: str = "auto",
         share_predictions: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: str = "popen",
     ) -> None:
+        num_ranks = _number(pipeline_parallel_size)
+        arguments = {
+            "virtual_stages": virtual_stages,
+            "num_microbatches": _number(num_microbatches),
+            "schedule": os.fspath(schedule),
+            "balance": balance if isinstance(balance, str) else tuple(balance),
+            "split_points": None if split_points is None else tuple(split_points),
+            "split_batch": dict(split_batch or {}),
+        }
+        if plan is not None:
+            num_ranks, arguments = with_plan(read_plan(plan), num_ranks, arguments)
         super().__init__(
             accelerator,
             parallel_devices,
             cluster_environment,
             checkpoint_io,
             precision_plugin,
-            pipeline_parallel_size=_number(pipeline_parallel_size),
-            arguments={
-                "virtual_stages": virtual_stages,
-                "num_microbatches": _number(num_microbatches),
-                "schedule": os.fspath(schedule),
-                "balance": balance if isinstance(balance, str) else tuple(balance),
-                "split_points": None if split_points is None else tuple(split_points),
-                "split_batch": dict(split_batch or {}),
-            },
+            pipeline_parallel_size=num_ranks,
+            arguments=arguments,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -160,6 +169,7 @@ class PipelineStrategy(PipelineProcesses):
         self._hooks: Hooks | None = None
         self._undo: list[Callable[[], None] | None] = []
         self._postponed = False
+        self._follow = Follow()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -186,6 +196,7 @@ class PipelineStrategy(PipelineProcesses):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._spread = None
+        self._follow = Follow()
         module, ranks = self._module, self._own_ranks
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -211,6 +222,7 @@ class PipelineStrategy(PipelineProcesses):
         if fitting:
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
+            self._pipeline.optimizers = [seam.plain_optimizer(o) for o in self.optimizers]
         self._spread = SpreadModel(self._pipeline, self.optimizers if fitting else [])
         # The first training step is cut when it comes, so no hook is called earlier than on one
         # device. An evaluation or a checkpoint before it needs the weights in their places, unless
@@ -319,6 +331,8 @@ class PipelineStrategy(PipelineProcesses):
             with self._ending_all():
                 self._cut("training_step", args, training=True)
         output, stash = self._run("training_step", args, training=True)
+        with self._ending_all():
+            self._follow.after_step(self._running)
         assert stash is not None
         if isinstance(output, Tensor):
             return stash.attach(output)

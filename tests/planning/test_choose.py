@@ -124,8 +124,21 @@ def test_measured_times_admit_zero_bubble() -> None:
     assert search(measured, request).chosen.candidate.schedule_name == "zero_bubble"
     with pytest.raises(PlanError, match=r"call 0 is 'embed' here and 'head' there"):
         even.with_costs(CostTable(units[::-1]))
-    with pytest.raises(PlanError, match="18 calls here and 17 there"):
+    with pytest.raises(PlanError, match="call 17 is 'head' here and nothing more there"):
         even.with_costs(CostTable(units[:-1]))
+    with pytest.raises(PlanError, match="'head' is not called here"):
+        even.with_costs(CostTable((*units, units[-1])))
+
+
+def test_costs_of_pieces_are_added_up() -> None:
+    """A measurement of finer units serves a coarser cut, and another micro-batch size."""
+    profile = Profile((UnitProfile("a"), UnitProfile("b")), {}, rows=4)
+    table = CostTable(
+        (UnitCosts("a", 1.0, 2.0, 3.0), UnitCosts("b.x", 1.0, 1.0, 1.0), UnitCosts("b.y", 2, 2, 2)),
+        rows=2,
+    )
+    timed = profile.with_costs(table)
+    assert [(u.forward_s, u.input_s, u.weight_s) for u in timed.units] == [(2, 4, 6), (6, 6, 6)]
 
 
 def test_checkpointing_only_when_memory_is_short() -> None:
@@ -270,6 +283,13 @@ def test_the_thin_boundary_is_put_between_machines() -> None:
     assert "stage borders between machines: 1|2" in "\n".join(explain(found))
 
 
+def test_no_stage_ends_where_nothing_can_be_sent() -> None:
+    units = tuple(replace(u, can_cut_after=i != 6) for i, u in enumerate(llm(12).units))
+    request = Request(rows=8, devices=2, num_ranks=2, schedule="1f1b")
+    assert search(llm(12), request).chosen.starts == (0, 7)
+    assert search(replace(llm(12), units=units), request).chosen.starts in ((0, 6), (0, 8))
+
+
 def test_collectives() -> None:
     link = LinkCosts(1.0, 100.0)
     assert all_reduce_s(400, 4, link) == 6 * (1.0 + 1.0)
@@ -285,25 +305,25 @@ def test_collectives() -> None:
 
 
 def test_a_plan_of_a_very_large_model_is_quick() -> None:
-    """126 layers, P up to 64: the whole search in a minute, and much less on a quiet machine."""
+    """126 layers on 64 ranks; benchmarks/plan_large_model.py does it for every P, traced."""
     layers = llm(126, vocabulary=128_000, width=1024)
+    request = Request(rows=256, devices=64, num_ranks=64, schedule="1f1b", cap_bytes=80 * GIB)
     begin_s = time.process_time()
-    found = search(layers, Request(rows=512, devices=64, cap_bytes=80 * GIB))
-    assert time.process_time() - begin_s < 60
+    found = search(layers, request)
+    assert time.process_time() - begin_s < 10
     assert found.chosen.ledger.fits
 
 
 def test_simulation_of_many_ranks_is_quick() -> None:
-    candidate = Candidate(64, 4, 512, "interleaved_1f1b")
+    """A quarter of what benchmarks/plan_large_model.py does with 512 micro-batches."""
     profile = llm(254, vocabulary=10)
-    schedule = make_schedule("interleaved_1f1b", num_ranks=64, num_microbatches=512,
+    schedule = make_schedule("interleaved_1f1b", num_ranks=64, num_microbatches=128,
                              virtual_stages=4)  # fmt: skip
     costs = profile.stage_costs(tuple(range(256)))
     begin_s = time.process_time()
     timeline = simulate(schedule, costs)
     assert time.process_time() - begin_s < 5
     assert timeline.step_s > 0
-    assert candidate.virtual_stages == 4
 
 
 def test_one_combination_by_hand() -> None:

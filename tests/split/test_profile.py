@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
-from lightning_pipe.split.ownership import parameters_of_stages
+from lightning_pipe.split.measure import measure_units
+from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.program import StageProgram, StepResult
 from lightning_pipe.split.trace import Trace
@@ -152,3 +153,45 @@ def test_optimizer_state_is_what_a_step_makes(
         state = optimizer.state.get(parameter, {}).values()
         made = [t for t in state if isinstance(t, Tensor) and t.dim()]
         assert found.get(full_name, 0) == sum(t.nbytes for t in made)
+
+
+def test_units_are_timed_one_at_a_time() -> None:
+    """Heavier units take longer; the module, its buffers and gradients are as before; weights that
+    are fakes are stood in for."""
+    torch.manual_seed(0)
+    widths = (64, 256, 64, 64, 64, 64, 64, 64)
+
+    class Work(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.norm = nn.Linear(64, width), nn.BatchNorm1d(width)
+            self.down = nn.Linear(width, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.norm(self.up(x)).relu())
+
+    model = nn.Sequential(nn.Linear(8, 64), nn.ModuleList(map(Work, widths)))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(x: Tensor) -> Tensor:
+        x = model[0](x)
+        for block in model[1]:
+            x = block(x)
+        return x.sum()
+
+    x = torch.randn(2000, 8)
+    for drop in (False, True):
+        if drop:
+            Ownership(model, frozenset()).drop_foreign()
+        table = measure_units(
+            model, step, x, num_stages=2, device=torch.device("cpu"), rows=2000, repeats=3
+        )
+        assert [u.unit for u in table.units] == ["0", *(f"1.{i}" for i in range(8))]
+        heavy, light = table.units[2], table.units[3]
+        assert heavy.forward_s > 1.5 * light.forward_s > 0
+        assert heavy.input_s + heavy.weight_s > 1.5 * (light.input_s + light.weight_s)
+        assert table.units[0].input_s < table.units[0].weight_s  # the data needs no gradient
+        assert (table.rows, table.device) == (2000, "cpu")
+    assert all(p.grad is None for p in model.parameters())
+    for name, value in model.named_buffers():
+        assert torch.equal(value, state[name])

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field, replace
 
 from lightning_pipe.errors import PlanError, ScheduleError
 from lightning_pipe.planning import balance as cuts
+from lightning_pipe.planning.costs import LinkCosts
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.limited import PartSize, best_cuts, smallest_peak
 from lightning_pipe.planning.memory import (
     HEADROOM,
     Ledger,
     make_ledger,
+    part_sizes,
     smallest_pipeline,
-    stage_bytes,
     stage_in_flight,
 )
-from lightning_pipe.planning.profile import Intervals, Profile, all_reduce_s, ranges
+from lightning_pipe.planning.profile import Profile, all_reduce_s, ranges
 from lightning_pipe.planning.refuse import a_unit_is_too_large, nothing_fits
 from lightning_pipe.planning.schedules import make_schedule
 from lightning_pipe.planning.simulate import simulate
@@ -290,8 +291,10 @@ def _other_microbatches(chosen: Outcome, request: Request) -> Iterator[Candidate
             yield replace(now, num_microbatches=count)
 
 
-def try_one(profile: Profile, request: Request, candidate: Candidate) -> Outcome:
-    """Cuts and simulates one combination.
+def try_one(
+    profile: Profile, request: Request, candidate: Candidate, *, strict: bool = True
+) -> Outcome:
+    """Cuts and simulates one combination; ``strict`` refuses what a user should not ask for.
 
     Raises:
         ScheduleError: The schedule does not run with these numbers.
@@ -303,6 +306,7 @@ def try_one(profile: Profile, request: Request, candidate: Candidate) -> Outcome
         num_ranks=candidate.num_ranks,
         num_microbatches=count,
         virtual_stages=candidate.virtual_stages,
+        strict=strict,
     )
     piece = profile.for_rows(math.ceil(request.rows / count))
     starts = starts_for(piece, request, schedule, checkpointing=candidate.checkpointing)
@@ -357,17 +361,18 @@ def starts_for(
     if request.balance == "uniform":
         return cuts.uniform(num_units, num_stages)
     flights = stage_in_flight(schedule)
-    intervals = Intervals(profile, checkpointing=checkpointing)
-
-    def size(part: int, start: int, end: int) -> int:
-        return stage_bytes(profile, intervals, start, end, flights[part])
+    size = part_sizes(profile, flights, checkpointing=checkpointing)
 
     if request.balance != "memory":
         for share in (1, schedule.num_stages // schedule.num_ranks):
             starts = _timed_starts(profile, request, schedule, size, share)
             if starts is None:
                 continue
-            if max(_held(starts, size, profile, schedule)) <= request.usable_bytes or share > 1:
+            if (
+                request.cap_bytes is None
+                or max(_held(starts, size, profile, schedule)) <= request.usable_bytes
+                or share > 1
+            ):
                 return starts
     return smallest_peak(num_units, num_stages, size)
 
@@ -379,24 +384,43 @@ def _timed_starts(
     usable_bytes = request.usable_bytes / share
     work = unit_work(profile, str(request.balance))
     by_time = request.balance in ("auto", "time") and profile.has_times
-    rank_of, link = schedule.stage_to_rank, request.topology.between
+    units = profile.units
+    ahead_s, back_s = _sending(profile, request.topology, schedule)
 
     def sends(part: int, start: int, end: int) -> float:
-        if not by_time:
-            return 0.0
-        seconds = 0.0
-        if end < len(profile.units) and rank_of[part] != rank_of[part + 1]:
-            ahead = link(rank_of[part], rank_of[part + 1])
-            seconds += ahead.transfer_s(profile.units[end - 1].output_bytes)
-        if start and rank_of[part] != rank_of[part - 1]:
-            back = link(rank_of[part], rank_of[part - 1])
-            seconds += back.transfer_s(profile.units[start - 1].gradient_bytes)
-        return seconds
+        if not units[end - 1].can_cut_after:
+            return math.inf
+        return ahead_s[part][end] + back_s[part][start] if by_time else 0.0
 
     def allowed(part: int, start: int, end: int) -> bool:
-        return size(part, start, end) <= usable_bytes
+        return request.cap_bytes is None or size(part, start, end) <= usable_bytes
 
     return best_cuts(work, schedule.num_stages, extra=sends, allowed=allowed)
+
+
+def _sending(
+    profile: Profile, topology: Topology, schedule: Schedule
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds in which each stage sends its outputs, by its end, and its gradients, by its
+    start."""
+    units, rank_of = profile.units, schedule.stage_to_rank
+    sizes = [0, *(unit.output_bytes for unit in units[:-1]), 0]
+    returned = [0, *(unit.gradient_bytes for unit in units[:-1]), 0]
+    known: dict[tuple[LinkCosts | None, bool], list[float]] = {}
+
+    def seconds(part: int, other: int, num_bytes: Sequence[int]) -> list[float]:
+        away = 0 <= other < len(rank_of) and rank_of[other] != rank_of[part]
+        link = topology.between(rank_of[part], rank_of[other]) if away else None
+        key = (link, num_bytes is sizes)
+        if key not in known:
+            known[key] = [0.0 if link is None else link.transfer_s(n) for n in num_bytes]
+        return known[key]
+
+    parts = range(len(rank_of))
+    return (
+        [seconds(part, part + 1, sizes) for part in parts],
+        [seconds(part, part - 1, returned) for part in parts],
+    )
 
 
 def _held(
@@ -404,8 +428,9 @@ def _held(
 ) -> list[float]:
     """Bytes of each rank if all of its stages are at their peak at once."""
     held = [0.0] * schedule.num_ranks
-    for part, (start, end) in enumerate(ranges(starts, len(profile.units))):
-        held[schedule.stage_to_rank[part]] += size(part, start, end)
+    places = zip(schedule.stage_to_rank, ranges(starts, len(profile.units)), strict=True)
+    for part, (rank, (start, end)) in enumerate(places):
+        held[rank] += size(part, start, end)
     return held
 
 
@@ -447,8 +472,8 @@ def _may_be_chosen(candidate: Candidate, request: Request, profile: Profile) -> 
         return True
     if request.schedule is None and candidate.schedule_name in NEED_TIMES:
         return False
-    most = max(GOOD * candidate.num_ranks, request.num_microbatches or 0)
-    return candidate.num_microbatches <= most
+    good = request.num_microbatches or _good_microbatches(candidate.num_ranks, request.rows)
+    return candidate.num_microbatches == good
 
 
 def _complexity(candidate: Candidate) -> tuple[float, ...]:

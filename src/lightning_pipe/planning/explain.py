@@ -136,10 +136,9 @@ def _microbatches(found: Search) -> Iterable[str]:
 
 
 def _unless(other: Outcome, found: Search) -> str:
-    smaller = other.profile.rows < found.chosen.profile.rows
-    if smaller and not found.profile.measured_on:
-        return " if smaller pieces keep a device as busy, which FLOPs do not tell"
-    return ""
+    if found.profile.measured_on:
+        return ""
+    return ", if pieces of that size keep a device as busy, which FLOPs do not tell"
 
 
 def _same_but_m(one: Candidate, other: Candidate) -> bool:

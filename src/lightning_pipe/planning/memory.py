@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.ir import Op, Schedule
-from lightning_pipe.planning.limited import smallest_peak
+from lightning_pipe.planning.limited import PartSize, smallest_peak
 from lightning_pipe.planning.plan import format_bytes, format_count
 from lightning_pipe.planning.profile import Intervals, Profile, ranges
 
@@ -25,6 +25,7 @@ __all__ = [
     "does_it_fit",
     "make_ledger",
     "parse_bytes",
+    "part_sizes",
     "smallest_pipeline",
     "stage_in_flight",
 ]
@@ -282,42 +283,38 @@ def smallest_pipeline(
         None if no number of ranks helps.
     """
     usable_bytes = cap_bytes * (1 - headroom_fraction)
-    intervals = Intervals(profile, checkpointing=checkpointing)
     highest = min(len(profile.units), most or len(profile.units))
     lower = max(1, math.ceil(profile.state_bytes / max(usable_bytes, 1)))
     for num_ranks in range(lower, highest + 1):
-        peak_bytes = smallest_peak_bytes(profile, intervals, _flights_of_1f1b(num_ranks))[0]
-        if peak_bytes <= usable_bytes:
+        flights = [num_ranks - rank for rank in range(num_ranks)]
+        size = part_sizes(profile, flights, checkpointing=checkpointing)
+        starts = smallest_peak(len(profile.units), num_ranks, size)
+        parts = enumerate(ranges(starts, len(profile.units)))
+        if max(size(part, start, end) for part, (start, end) in parts) <= usable_bytes:
             return num_ranks
     return None
 
 
-def smallest_peak_bytes(
-    profile: Profile, intervals: Intervals, flights: Sequence[int]
-) -> tuple[int, tuple[int, ...]]:
-    """The least that the fullest stage can hold, and the cut that reaches it."""
+def part_sizes(profile: Profile, flights: Sequence[int], *, checkpointing: bool) -> PartSize:
+    """All that a stage holds at its peak, by its index and its calls.
+
+    Args:
+        profile: The model.
+        flights: Micro-batches in flight on each stage.
+        checkpointing: Keep only the inputs of units.
+    """
+    intervals = Intervals(profile, checkpointing=checkpointing)
+    units = profile.units
+    outputs = [unit.output_bytes for unit in units[:-1]] + [0]
+    arrives = [0, *(unit.output_bytes + unit.gradient_bytes for unit in units[:-1])]
+    returns = [unit.gradient_bytes for unit in units[:-1]] + [0]
 
     def size(part: int, start: int, end: int) -> float:
-        return stage_bytes(profile, intervals, start, end, flights[part])
+        state, held, working = intervals.bytes_of(start, end)
+        kept = (held + outputs[end - 1]) * flights[part]
+        return state + kept + working + arrives[start] + returns[end - 1]
 
-    starts = smallest_peak(len(profile.units), len(flights), size)
-    parts = enumerate(ranges(starts, len(profile.units)))
-    peak_bytes = max(
-        stage_bytes(profile, intervals, start, end, flights[part]) for part, (start, end) in parts
-    )
-    return peak_bytes, starts
-
-
-def stage_bytes(
-    profile: Profile, intervals: Intervals, start: int, end: int, in_flight: int
-) -> int:
-    """All that a stage of calls ``start .. end - 1`` holds at its peak."""
-    state, held, working = intervals.bytes_of(start, end)
-    return state + held * in_flight + working + _boundary_bytes(profile, start, end, in_flight)
-
-
-def _flights_of_1f1b(num_ranks: int) -> list[int]:
-    return [num_ranks - rank for rank in range(num_ranks)]
+    return size
 
 
 def does_it_fit(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_pipe.errors import PlanError
-from lightning_pipe.planning.costs import CostTable, LinkCosts, StageCosts
+from lightning_pipe.planning.costs import CostTable, LinkCosts, StageCosts, UnitCosts
 
 __all__ = ["Profile", "UnitProfile", "Weight", "all_reduce_s", "tensor_parallel"]
 
@@ -54,6 +54,7 @@ class UnitProfile:
         saved: What it keeps for its backward.
         glue_saved: What the code between it and the next call, or the end, keeps.
         sends_glue: Whether a cut after this call sends what that code made, and not what went in.
+        can_cut_after: Whether a stage may end with this call.
         input_bytes: Bytes of its arguments, which is what remains with checkpointing.
         output_bytes: Bytes that cross to the next stage if the model is cut after this call.
         gradient_bytes: Bytes that come back for them.
@@ -66,6 +67,7 @@ class UnitProfile:
     saved: Saved = ()
     glue_saved: Saved = ()
     sends_glue: bool = False
+    can_cut_after: bool = True
     input_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: int = 0
@@ -94,6 +96,7 @@ class Profile:
         rows: Rows of the micro-batch that the numbers are for.
         overhead_s: Seconds of one action that are not the units': Python, the glue.
         measured_on: The device whose clock the seconds are from; empty if they are from FLOPs.
+        flops_per_s: What the seconds are from otherwise; 1 where they stand for FLOPs only.
         notes: What is uncertain, a sentence each.
     """
 
@@ -102,6 +105,7 @@ class Profile:
     rows: int = 1
     overhead_s: float = 0.0
     measured_on: str = ""
+    flops_per_s: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -115,27 +119,26 @@ class Profile:
         return sum(weight.state_bytes for weight in self.weights.values())
 
     @property
+    def basis(self) -> str:
+        """Where the seconds are from, in words."""
+        if self.measured_on:
+            return f"from times measured on {self.measured_on}"
+        if self.flops_per_s > 1:
+            return f"guessed from FLOPs at {self.flops_per_s:.3g} per second; --measure tells"
+        return "from FLOPs, so without seconds and without communication"
+
+    @property
     def has_times(self) -> bool:
         """Whether seconds are known, measured or from FLOPs."""
         return any(unit.total_s for unit in self.units)
 
     def with_costs(self, table: CostTable) -> Profile:
-        """The same calls with measured seconds.
+        """The same calls with measured seconds; of a unit that was measured in pieces, their sum.
 
         Raises:
             PlanError: The table is of other calls.
         """
-        ours, theirs = [u.unit for u in self.units], [u.unit for u in table.units]
-        if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
-            detail = (
-                f"call {at} is {ours[at]!r} here and {theirs[at]!r} there"
-                if at >= 0
-                else f"{len(ours)} calls here and {len(theirs)} there"
-            )
-            raise PlanError(
-                f"the costs are of another model: {detail}; measure this one again (--measure)"
-            )
+        costs = _matched([unit.unit for unit in self.units], table.units)
         scale = self.rows / table.rows if table.rows else 1.0
         units = tuple(
             replace(
@@ -144,7 +147,7 @@ class Profile:
                 input_s=cost.input_s * scale,
                 weight_s=cost.weight_s * scale,
             )
-            for unit, cost in zip(self.units, table.units, strict=True)
+            for unit, cost in zip(self.units, costs, strict=True)
         )
         device = table.device or "a device"
         return replace(self, units=units, overhead_s=table.overhead_s, measured_on=device)
@@ -160,7 +163,7 @@ class Profile:
             )
             for unit in self.units
         )
-        return replace(self, units=units, measured_on="")
+        return replace(self, units=units, measured_on="", flops_per_s=flops_per_s)
 
     def for_rows(self, rows: int) -> Profile:
         """The numbers of a micro-batch of another size: all but the weights grow with it."""
@@ -241,6 +244,39 @@ class Profile:
         if end < len(self.units) and not last.sends_glue:
             return 0
         return sum(num_bytes for number, num_bytes in last.glue_saved if number not in stored)
+
+
+def _matched(names: Sequence[str], measured: Sequence[UnitCosts]) -> list[UnitCosts]:
+    """The measured costs of each call; consecutive calls inside of a unit are added up."""
+    rest = list(reversed(measured))
+    found = []
+    for index, name in enumerate(names):
+        pieces = []
+        if rest and rest[-1].unit == name:
+            pieces.append(rest.pop())
+        else:
+            while rest and rest[-1].unit.startswith(f"{name}."):
+                pieces.append(rest.pop())
+        if not pieces:
+            there = repr(rest[-1].unit) if rest else "nothing more"
+            raise PlanError(
+                f"the costs are of another model: call {index} is {name!r} here and {there} there; "
+                "measure this one again (--measure)"
+            )
+        found.append(
+            UnitCosts(
+                name,
+                sum(piece.forward_s for piece in pieces),
+                sum(piece.input_s for piece in pieces),
+                sum(piece.weight_s for piece in pieces),
+            )
+        )
+    if rest:
+        raise PlanError(
+            f"the costs are of another model: {rest[-1].unit!r} is not called here; measure this "
+            "one again (--measure)"
+        )
+    return found
 
 
 class Intervals:

@@ -233,6 +233,49 @@ def empty_fake(
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
+class _LargeAsFakes(TorchDispatchMode):
+    """Lets a constructor make its large tensors as fakes; small ones keep their values."""
+
+    def __init__(self, least_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._least_bytes = least_bytes
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with GHOSTS:  # makes a tensor of nothing: how large is it?
+            made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and made.numel() * made.element_size() >= self._least_bytes:
+            return made
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def large_as_fakes(least_bytes: int = 2**16) -> Iterator[None]:
+    """Builds a module without the memory of its weights: tensors that are made from nothing and are
+    at least so large become fakes."""
+    with _LargeAsFakes(least_bytes):
+        yield
+
+
+def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Converts floating-point parameters and buffers, fakes too, which ``module.to`` cannot."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if id(parameter) not in made:
+                    data = parameter.detach().to(dtype)
+                    made[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+                child._parameters[name] = made[id(parameter)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Switch all dispatch modes off, for our own bookkeeping inside a traced region."""
     return _disable_current_modes()
@@ -316,11 +359,13 @@ __all__ = [
     "inside_transform",
     "is_fake",
     "is_foreign",
+    "large_as_fakes",
     "mutated_arguments",
     "popped",
     "quiet_fakes",
     "storage_key",
     "taint",
+    "to_dtype",
     "with_stand_ins",
     "without_modes",
 ]

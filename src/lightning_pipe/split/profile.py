@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.planning.profile import Profile, UnitProfile, Weight
 from lightning_pipe.split._fake import GHOSTS, as_fake, inside_step
 from lightning_pipe.split.cut import StepCut
@@ -42,26 +43,46 @@ def profile_of(
         )
         for name, parameter in root.named_parameters()
     }
-    finest = StepCut(trace, tuple(range(len(trace.calls))))
+    finest = _finest(trace)
     held = parameters_of_stages(root, finest) if trace.calls else ()
     units = []
     for call in trace.calls:
-        crossing = finest.crossing[call.index] if call.index < len(trace.calls) - 1 else ()
+        stage = finest.stage_of_call[call.index]
+        ends = call.index + 1 < len(trace.calls)
+        can_cut = ends and finest.stage_of_call[call.index + 1] > stage
+        crossing = finest.crossing[stage] if can_cut else ()
         metas = [trace.meta(key) for key in crossing]
         units.append(
             UnitProfile(
                 unit=call.unit,
                 flops=call.flops,
-                weights=tuple(sorted(held[call.index])),
+                weights=tuple(sorted(held[stage])),
                 saved=_before(trace, call) + call.saved,
                 glue_saved=trace.glue_saved[call.index + 1],
                 sends_glue=any(len(key) == 3 and key[1] > call.index for key in crossing),
+                can_cut_after=can_cut or not ends,
                 input_bytes=_input_bytes(trace, call),
                 output_bytes=sum(meta.wire_bytes for meta in metas),
                 gradient_bytes=sum(meta.wire_bytes for meta in metas if meta.requires_grad),
             )
         )
     return Profile(tuple(units), weights, rows, notes=trace.notes)
+
+
+def _finest(trace: Trace) -> StepCut:
+    """The step cut after every call after which it can be cut."""
+    calls = len(trace.calls)
+    try:
+        return StepCut(trace, tuple(range(calls)))
+    except CutError:
+        stage_of_call = [0]
+        for first in range(1, calls):
+            try:
+                StepCut(trace, (0,) * first + (1,) * (calls - first))
+                stage_of_call.append(stage_of_call[-1] + 1)
+            except CutError:
+                stage_of_call.append(stage_of_call[-1])
+        return StepCut(trace, tuple(stage_of_call))
 
 
 def _before(trace: Trace, call: UnitCall) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,337 @@
+"""`lightning-pipe plan`: from the YAML of `fit` to a plan, with one process and without weights.
+
+The model is built with its large tensors as fakes, the first batch is read, the step is traced, and
+the planner does the rest. `--measure` runs the units, one at a time, on a device that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pipe import _lightning as seam
+from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.layout import Layout
+from lightning_pipe.planning.choose import Request, Search, search
+from lightning_pipe.planning.conclude import plan_of
+from lightning_pipe.planning.costs import CostTable, LinkCosts
+from lightning_pipe.planning.memory import (
+    HEADROOM,
+    Ledger,
+    does_it_fit,
+    parse_bytes,
+    rule_of_thumb,
+    smallest_pipeline,
+)
+from lightning_pipe.planning.plan import Plan, columns
+from lightning_pipe.planning.profile import Profile
+from lightning_pipe.planning.topology import Topology
+from lightning_pipe.processes import PipelineProcesses
+from lightning_pipe.split._fake import large_as_fakes, to_dtype
+from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.measure import measure_units
+from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
+from lightning_pipe.split.rows import count_rows, split_batch
+
+__all__ = ["plan"]
+
+# What stands for a device of which nothing is known but that it is a current one.
+_FLOPS_PER_S = 1e14
+_LINK = LinkCosts(latency_s=1e-5, bytes_per_s=5e10)
+_NODE_LINK = LinkCosts(latency_s=2e-5, bytes_per_s=1.2e10)
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+def plan(arguments: Sequence[str]) -> Plan | None:
+    """Plans a run, prints ledger, plan and reasons, and writes the plan to a file."""
+    options, rest = _parser().parse_known_args(arguments)
+    if options.parameters is not None:
+        cap_bytes = parse_bytes(options.memory or "80GB")
+        print(does_it_fit(options.parameters, cap_bytes, options.bytes_per_parameter))
+        return None
+    fit = _Fit(rest)
+    found, table = _search(fit, options)
+    chosen = plan_of(found)
+    print("\n".join(_report(found, chosen)))
+    if table is not None and options.save_costs:
+        Path(options.save_costs).write_text(table.to_json())
+    if options.output:
+        Path(options.output).write_text(yaml.safe_dump(chosen.to_dict(), sort_keys=False))
+        print(
+            f"\nwritten to {options.output}: lightning-pipe fit ... --trainer.devices "
+            f"{chosen.num_ranks} --trainer.strategy lightning_pipe.PipelineStrategy "
+            f"--trainer.strategy.plan {options.output}"
+        )
+    return chosen
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe plan",
+        description="Says whether a model fits, and how to spread it: from the YAML of `fit`, "
+        "without a GPU, without processes and without the weights.",
+        epilog="All other arguments are those of `lightning-pipe fit`: --config fit.yaml, ...",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--devices", type=int, metavar="N", help="devices that there are; the config's by default")
+    add("--memory", metavar="80GiB", help="memory of one device; without it, nothing is too large")
+    add("--headroom", type=float, default=HEADROOM, metavar="0.1", help="share that stays free")
+    add("--stages", type=int, metavar="P", help="pin the stages; by default all devices")
+    add("--free-stages", action="store_true", help="let the plan use fewer devices than there are")
+    add("--copies", action="store_true", help="devices left over run copies of the pipeline")
+    add("--checkpointing", choices=("auto", "on", "off"), default="auto")
+    add("--devices-per-node", type=int, metavar="N", help="devices of one machine")
+    add("--link", metavar="LATENCY_S,BYTES_PER_S", help="between two devices of a machine")
+    add("--node-link", metavar="LATENCY_S,BYTES_PER_S", help="between two machines")
+    add(
+        "--flops-per-s",
+        type=float,
+        default=_FLOPS_PER_S,
+        help="of a device, if nothing is measured",
+    )
+    add("--measure", metavar="DEVICE", help="time each unit on this device, such as cpu or cuda:0")
+    add("--costs", metavar="FILE", help="costs that --save-costs wrote")
+    add("--save-costs", metavar="FILE", help="write the measured costs for the next plan")
+    add("--output", metavar="FILE", default="plan.yaml", help="where the plan goes; '' for nowhere")
+    add("--parameters", type=float, metavar="10e9", help="only ask whether so many fit; no config")
+    add("--bytes-per-parameter", type=float, default=12.0, metavar="12")
+    return parser
+
+
+class _NoTraining(LightningCLI):
+    """Reads what `fit` reads and stops where `fit` would start processes."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_instantiator(_without_weights, LightningModule, subclasses=True, prepend=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """One process on the CPU, whatever the config says; its strategy is read, not used."""
+        asked = self._get(self.config_init, "trainer", default={})
+        self.asked = {key: asked[key] for key in ("strategy", "devices", "num_nodes", "precision")}
+        alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
+        quiet = {"logger": False, "callbacks": [], "enable_progress_bar": False, "profiler": None}
+        quiet |= {"enable_checkpointing": False, "enable_model_summary": False}
+        return super().instantiate_trainer(**alone, **quiet, **kwargs)
+
+    def fit(self, model: LightningModule, **kwargs: Any) -> None:
+        """In place of the Trainer's."""
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what Lightning says about the one process that only reads the config."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _without_weights(kind: type[LightningModule], *args: Any, **kwargs: Any) -> LightningModule:
+    """Builds a module with its large tensors as fakes; for real if its constructor needs values."""
+    try:
+        with large_as_fakes():
+            return kind(*args, **kwargs)
+    except Exception:
+        return kind(*args, **kwargs)
+
+
+class _Fit:
+    """The run that the config describes, up to its first batch."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        with _quietly():
+            cli = _NoTraining(
+                args=["fit", *arguments],
+                trainer_defaults={"strategy": "pipeline"},
+                save_config_callback=None,
+                parser_kwargs={"prog": "lightning-pipe plan"},
+            )
+        self.module: LightningModule = cli.model
+        self.devices = _count(cli.asked["devices"]) * int(cli.asked["num_nodes"])
+        self.arguments = _strategy_arguments(cli.asked["strategy"])
+        self._trainer = cli.trainer
+        dtype = _DTYPES.get(str(cli.asked["precision"]))
+        with large_as_fakes():
+            seam.prepare_fit(cli.trainer, self.module, cli.datamodule)
+        if dtype is not None:
+            to_dtype(self.module, dtype)
+        self.batch = seam.ready_batch(
+            cli.trainer, seam.one_training_batch(cli.trainer), torch.device("cpu")
+        )
+        self.rules = self.arguments.get("split_batch") or {}
+        self.rows = count_rows(self.batch, self.rules)
+
+    def step(self, piece: Any) -> Any:
+        """One training step of the module."""
+        takes_index = seam.takes_batch_idx(self.module)
+        return self.module.training_step(*((piece, 0) if takes_index else (piece,)))
+
+    def profile(self, num_stages: int, num_microbatches: int) -> Profile:
+        """Traces the step of a micro-batch, fine enough for so many stages."""
+        piece = split_batch(self.batch, num_microbatches, self.rules)
+        with seam.step_name(self.module, "training_step"), self._context():
+            trace = trace_step(self.module, self.step, piece.batches[0], num_stages=num_stages)
+        optimizer_bytes: dict[str, int] = {}
+        notes: tuple[str, ...] = ()
+        try:
+            for optimizer in seam.own_optimizers(self._trainer):
+                optimizer_bytes |= optimizer_state_bytes(self.module, optimizer)
+        except Exception as error:
+            notes = (f"configure_optimizers failed here ({error}): 8 bytes per parameter assumed",)
+            optimizer_bytes = {n: 8 * p.numel() for n, p in self.module.named_parameters()}
+        made = profile_of(self.module, trace, rows=piece.rows[0], optimizer_bytes=optimizer_bytes)
+        return replace(made, notes=(*made.notes, *notes))
+
+    def measure(self, num_stages: int, num_microbatches: int, device: torch.device) -> CostTable:
+        """Times every unit of the step of a micro-batch."""
+        piece = split_batch(self.batch, num_microbatches, self.rules)
+        with seam.step_name(self.module, "training_step"), self._context():
+            return measure_units(
+                self.module,
+                self.step,
+                piece.batches[0],
+                num_stages=num_stages,
+                device=device,
+                rows=piece.rows[0],
+            )
+
+    def _context(self) -> Any:
+        return self._trainer.precision_plugin.train_step_context()
+
+
+def _search(fit: _Fit, options: Any) -> tuple[Search, CostTable | None]:
+    """Chooses on a fine trace; then cuts on the one that `fit` will make for the choice."""
+    request = _request(fit, options)
+    finest = (request.num_ranks or request.devices) * (request.virtual_stages or 2)
+    first = request.num_microbatches or min(fit.rows, 4 * (request.num_ranks or request.devices))
+    table = _table(fit, options, finest, first)
+    rough = _priced(fit.profile(finest, first), table, options)
+    chosen = search(rough, request).chosen.candidate
+    stages = chosen.num_ranks * chosen.virtual_stages
+    profile = _priced(fit.profile(stages, chosen.num_microbatches), table, options)
+    found = search(profile, request)
+    now = found.chosen.candidate
+    if now.num_ranks * now.virtual_stages != stages:  # the coarser trace led elsewhere
+        pinned = replace(
+            request,
+            num_ranks=chosen.num_ranks,
+            virtual_stages=chosen.virtual_stages,
+            num_microbatches=chosen.num_microbatches,
+            schedule=chosen.schedule_name,
+        )
+        found = search(profile, pinned)
+    return found, table
+
+
+def _table(fit: _Fit, options: Any, num_stages: int, num_microbatches: int) -> CostTable | None:
+    if options.costs:
+        return CostTable.from_json(Path(options.costs).read_text())
+    if options.measure:
+        return fit.measure(num_stages, num_microbatches, torch.device(options.measure))
+    return None
+
+
+def _priced(profile: Profile, table: CostTable | None, options: Any) -> Profile:
+    if table is None:
+        return profile.with_flops_per_s(options.flops_per_s)
+    return profile.with_costs(table)
+
+
+def _request(fit: _Fit, options: Any) -> Request:
+    given = fit.arguments
+    devices = options.devices or fit.devices
+    free = options.free_stages or options.copies
+    num_ranks = options.stages or given.get("pipeline_parallel_size") or (None if free else devices)
+    if num_ranks is not None and num_ranks > devices:
+        raise ConfigError(f"{num_ranks} stages on {devices} devices: give --devices {num_ranks}")
+    virtual_stages = given.get("virtual_stages", 1)
+    schedule = given.get("schedule", "auto")
+    if num_ranks is not None:
+        Layout(num_ranks, **{k: v for k, v in given.items() if k != "pipeline_parallel_size"})
+    return Request(
+        rows=fit.rows,
+        devices=devices,
+        num_ranks=num_ranks,
+        virtual_stages=None if virtual_stages == 1 and schedule == "auto" else virtual_stages,
+        num_microbatches=given.get("num_microbatches"),
+        schedule=None if schedule == "auto" else schedule,
+        checkpointing={"auto": None, "on": True, "off": False}[options.checkpointing],
+        balance=given.get("balance", "auto"),
+        split_points=given.get("split_points"),
+        cap_bytes=None if options.memory is None else parse_bytes(options.memory),
+        headroom_fraction=options.headroom,
+        topology=Topology(
+            options.devices_per_node,
+            _link(options.link, _LINK),
+            _link(options.node_link, _NODE_LINK) if options.devices_per_node else None,
+        ),
+        copies=options.copies,
+    )
+
+
+def _link(text: str | None, default: LinkCosts) -> LinkCosts:
+    if text is None:
+        return default
+    try:
+        latency_s, bytes_per_s = map(float, text.split(","))
+        return LinkCosts(latency_s, bytes_per_s)
+    except ValueError:
+        raise PlanError(
+            f"link {text!r}: give seconds and bytes per second, such as 1e-5,5e10"
+        ) from None
+
+
+def _count(devices: Any) -> int:
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    text = str(devices)
+    return int(text) if text.lstrip("-").isdigit() and int(text) > 0 else 1
+
+
+def _strategy_arguments(strategy: Any) -> dict[str, Any]:
+    """What the user gave to the strategy, whether by name, by class path or as another one."""
+    if isinstance(strategy, str):
+        known = strategy in StrategyRegistry.available_strategies()
+        strategy = StrategyRegistry.get(strategy) if known else None
+    return strategy.given if isinstance(strategy, PipelineProcesses) else {}
+
+
+def _report(found: Search, chosen: Plan) -> list[str]:
+    """Does it fit, the ledger, the plan, the reasons."""
+    profile, request = found.profile, found.request
+    ledger: Ledger = found.chosen.ledger
+    parameters = profile.num_parameters
+    lines = ["Does it fit?"]
+    each = profile.state_bytes / max(parameters, 1)
+    if request.cap_bytes is not None:
+        lines.append(does_it_fit(parameters, request.cap_bytes, each))
+        needed = smallest_pipeline(
+            found.chosen.profile, request.cap_bytes, headroom_fraction=request.headroom_fraction
+        )
+        stages = f"{needed} stage{'s' if needed != 1 else ''}"
+        none = f"no number of stages up to {len(profile.units)}, as it is"
+        lines.append(
+            f"with activations and {request.headroom_fraction:.0%} head-room: "
+            f"{stages if needed else none}"
+        )
+    lines += [rule_of_thumb(parameters), "", *columns(ledger.table_rows()), ledger.verdict()]
+    lines += ["", "Plan", chosen.describe()]
+    return lines

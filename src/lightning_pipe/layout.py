@@ -185,10 +185,12 @@ def _check_units(layout: Layout, trace: Trace) -> None:
 
 def predict_step(
     layout: Layout, profile: Profile, starts: tuple[int, ...], pieces: int
-) -> Prediction:
+) -> Prediction | None:
     """What a step will take: as the plan's file says, or from FLOPs and the trace."""
     if layout.plan is not None and layout.plan.prediction is not None:
         return layout.plan.prediction
+    if not any(unit.flops for unit in profile.units):
+        return None
     counts = tuple(end - start for start, end in ranges(starts, len(profile.units)))
     request = replace(_request(layout, profile, pieces), balance=counts, split_points=None)
     candidate = Candidate(

@@ -15,9 +15,10 @@ from typing import Any
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.planning.costs import StageCosts
 from lightning_pipe.planning.ir import Schedule
+from lightning_pipe.planning.plan import format_bytes
 from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedule_text
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
-from lightning_pipe.planning.simulate import simulate
+from lightning_pipe.planning.simulate import held_over_time, simulate
 
 __all__ = ["draw", "main", "plan", "train"]
 
@@ -72,18 +73,56 @@ def train() -> Any:
 def draw(arguments: Sequence[str]) -> None:
     """Draws who computes what when, as a table, a picture or a trace."""
     options = _draw_parser().parse_args(arguments)
-    schedule = make_schedule(
-        options.schedule,
-        num_ranks=options.stages,
-        num_microbatches=options.microbatches,
-        virtual_stages=options.virtual_stages,
-    )
+    costs = None
+    if options.plan:
+        schedule, costs = _of_plan(options.plan)
+    else:
+        schedule = make_schedule(
+            options.schedule,
+            num_ranks=options.stages,
+            num_microbatches=options.microbatches,
+            virtual_stages=options.virtual_stages,
+        )
     files = {kind: getattr(options, kind) for kind in ("png", "svg", "trace")}
     if options.text or not any(files.values()):
         print(schedule_text(schedule))
+        if costs is not None:
+            print(_in_flight(schedule, costs))
     for kind, name in files.items():
         if name:
-            _write(schedule, kind, Path(name))
+            _write(schedule, kind, Path(name), costs)
+
+
+def _of_plan(path: str) -> tuple[Schedule, list[StageCosts]]:
+    """The schedule of a plan and its stages, whose lengths are in proportion to their FLOPs."""
+    from lightning_pipe.planfile import read_plan
+
+    plan = read_plan(path)
+    schedule = make_schedule(
+        plan.schedule_name,
+        num_ranks=plan.num_ranks,
+        num_microbatches=plan.num_microbatches,
+        virtual_stages=plan.virtual_stages,
+        strict=False,
+    )
+    mean = sum(stage.flops for stage in plan.stages) / len(plan.stages) or 1.0
+    lengths_s = [_SLOT_S * (stage.flops / mean or 1.0) for stage in plan.stages]
+    costs = [
+        StageCosts(length_s, length_s, length_s, stage.activation_bytes, stage.boundary_bytes)
+        for length_s, stage in zip(lengths_s, plan.stages, strict=True)
+    ]
+    return schedule, costs
+
+
+def _in_flight(schedule: Schedule, costs: Sequence[StageCosts]) -> str:
+    """Bytes of activations that each rank holds at its peak, and when that is."""
+    lines = ["", "bytes in flight at the peak, and when in the step"]
+    timeline = simulate(schedule, costs)
+    for rank, moments in enumerate(held_over_time(timeline, costs)):
+        time_s, held = max(moments, key=lambda moment: (moment[1], -moment[0]), default=(0.0, 0))
+        share = time_s / timeline.step_s if timeline.step_s else 0.0
+        lines.append(f"rank {rank} | {format_bytes(held)} at {share:.0%}")
+    return "\n".join(lines)
 
 
 def _draw_parser() -> argparse.ArgumentParser:
@@ -101,6 +140,9 @@ def _draw_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--virtual-stages", type=int, default=1, metavar="V", help="chunks of the model per rank"
     )
+    parser.add_argument(
+        "--plan", metavar="FILE", help="draw a plan that `lightning-pipe plan` wrote, to its scale"
+    )
     parser.add_argument("--text", action="store_true", help="print the table")
     parser.add_argument("--png", metavar="FILE", help="write a picture")
     parser.add_argument("--svg", metavar="FILE", help="write a vector picture")
@@ -110,14 +152,11 @@ def _draw_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write(schedule: Schedule, kind: str, path: Path) -> None:
+def _write(
+    schedule: Schedule, kind: str, path: Path, costs: Sequence[StageCosts] | None = None
+) -> None:
     if kind == "trace":
         equal = [StageCosts(_SLOT_S, _SLOT_S, _SLOT_S)] * schedule.num_stages
-        path.write_text(json.dumps(chrome_trace(simulate(schedule, equal))))
+        path.write_text(json.dumps(chrome_trace(simulate(schedule, costs or equal))))
     else:
-        schedule_figure(schedule).savefig(path, format=kind, dpi=150)
-    print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()
+        schedule_figure(schedule, costs).savefig(path, format=kind, dpi=150)

@@ -45,6 +45,7 @@ BALANCES = ("auto", "time", "flops", "parameters", "memory", "uniform")
 _SIMPLEST_FIRST = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "looped_bfs")
 NEED_TIMES = ("zero_bubble", "zbv", "dualpipev")  # what they gain depends on I and W, not on FLOPs
 _WORTH = 0.02  # a less simple combination must be so much faster to be taken
+_TRIED_MORE = 8  # ranks, when nothing fits
 GOOD = 4  # micro-batches per rank that keep the ranks busy
 
 
@@ -190,10 +191,20 @@ def _refusal(profile: Profile, request: Request, outcomes: Sequence[Outcome]) ->
 
 def _more_ranks(profile: Profile, request: Request, nearest: Candidate) -> Iterator[str]:
     """The smallest P that fits, with as many micro-batches as its schedule needs."""
+    piece = profile.for_rows(math.ceil(request.rows / nearest.num_microbatches))
+    needed = smallest_pipeline(
+        piece,
+        request.cap_bytes or 0,
+        headroom_fraction=request.headroom_fraction,
+        checkpointing=nearest.checkpointing,
+    )
+    if needed is None and nearest.num_microbatches >= nearest.num_ranks:
+        return
+    least = max(nearest.num_ranks + 1, (needed or 0) // 2)
     free = replace(request, split_points=None)
     if not isinstance(request.balance, str):
         free = replace(free, balance="auto")
-    for num_ranks in range(nearest.num_ranks + 1, len(profile.units) + 1):
+    for num_ranks in range(least, min(least + _TRIED_MORE, len(profile.units) + 1)):
         count = max(nearest.num_microbatches, num_ranks)
         if count > request.rows:
             return
@@ -364,7 +375,7 @@ def starts_for(
     size = part_sizes(profile, flights, checkpointing=checkpointing)
 
     if request.balance != "memory":
-        for share in (1, schedule.num_stages // schedule.num_ranks):
+        for share in dict.fromkeys((1, schedule.num_stages // schedule.num_ranks)):
             starts = _timed_starts(profile, request, schedule, size, share)
             if starts is None:
                 continue

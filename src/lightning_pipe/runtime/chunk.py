@@ -145,9 +145,13 @@ class StageChunk:
         forwarded = self._forwarded.pop(microbatch)
         grads = self._output_grads.pop(microbatch, ())
         roots = forwarded.roots
-        root_grads = (
-            (None,) * len(roots) if self._is_last else [grads[i] for i in forwarded.root_indices]
-        )
+        root_grads: Grads = (None,) * len(roots)
+        if not self._is_last:
+            # None: the next stage, on this rank, found no way from its outputs to the value; as
+            # the gradient of a root it would mean that of a loss, one
+            pairs = zip(roots, (grads[i] for i in forwarded.root_indices), strict=True)
+            known = [(root, grad) for root, grad in pairs if grad is not None]
+            roots, root_grads = tuple(r for r, _ in known), tuple(g for _, g in known)
         with self._noted(action), self._observed(action):
             if full:
                 backward_full(roots, root_grads)

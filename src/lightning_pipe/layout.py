@@ -256,7 +256,11 @@ def make_plan(
         num_microbatches=num_microbatches,
         balance="split_points" if layout.split_points is not None else balance,
         ideal_bubble_fraction=idle_fraction,
-        notes=(*trace.notes, *_few_microbatches(layout, schedule, idle_fraction)),
+        notes=(
+            *trace.notes,
+            *_shared_buffers(trace, cut),
+            *_few_microbatches(layout, schedule, idle_fraction),
+        ),
         prediction=prediction,
     )
 
@@ -276,6 +280,25 @@ def _too_few_units(layout: Layout, trace: Trace) -> str:
     return (
         f"{asked}: {names}{whole}. Give at most {len(trace.calls)} stages (devices x "
         "virtual_stages), or write the model as more and smaller modules"
+    )
+
+
+def _shared_buffers(trace: Trace, cut: StepCut) -> tuple[str, ...]:
+    """A note where running statistics are those of some calls only."""
+    stages: dict[str, set[int]] = {}
+    for call, stage in zip(trace.calls, cut.stage_of_call, strict=True):
+        stages.setdefault(call.unit, set()).add(stage)
+    shared = sorted(
+        unit
+        for unit, places in stages.items()
+        if len(places) > 1 and any(name.startswith(f"{unit}.") for name in trace.changed_buffers)
+    )
+    if not shared:
+        return ()
+    return (
+        f"{', '.join(shared)} updates buffers and is called on several stages: gradients are "
+        f"exact, but each stage updates its own copy (BatchNorm statistics) from its own calls "
+        f"only; give split_points or a balance that keep the calls on one stage",
     )
 
 

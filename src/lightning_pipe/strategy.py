@@ -442,6 +442,13 @@ class PipelineStrategy(PipelineProcesses):
             self._spread.load_optimizer_state(optimizer, state)
             seam.optimizer_to_device(optimizer, self.root_device)
 
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        with self._between.suspended():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def _refuse_if_failed(self) -> None:
         if self._failed:
             raise CheckpointError(

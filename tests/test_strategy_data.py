@@ -518,3 +518,24 @@ def test_predictions_are_in_order_on_rank_0_and_on_all_ranks_that_write_them():
     assert without == [expected, [[None] * 3, [None]]]
     shared = run_ranks(2, _predicted, {"share_predictions": True}, False)
     assert [found for found, _ in shared] == [expected] * 2
+
+
+class _Generates(lit.LitTied):
+    def predict_step(self, batch, batch_idx):
+        tokens = batch[0][:, :4]
+        for _ in range(3):  # each round goes through all stages
+            token = self.net(tokens)[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, token], 1)
+        return tokens
+
+
+def _generated(strategy):
+    loader = DataLoader(lit.tokens(12), batch_size=8)
+    found = lit.trainer(strategy, _world()).predict(lit.seeded(_Generates), loader)
+    return [tokens.tolist() for tokens in found]
+
+
+def test_a_loop_that_generates_runs_over_all_stages():
+    expected = run_ranks(1, _generated, None)[0]
+    arguments = {"num_microbatches": 2, "share_predictions": True}
+    assert run_ranks(2, _generated, arguments) == [expected] * 2

@@ -102,6 +102,8 @@ class GhostMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         #: storage key -> a tensor of it, kept so that the key stays valid
         self.tainted: dict[int, Tensor] = {}
+        #: storage key of a fake -> the name of the parameter that it stands for
+        self.names: dict[int, str] = {}
         #: steps that are running; outside of them nobody watches what becomes of a fake
         self.steps = 0
 
@@ -125,7 +127,7 @@ class GhostMode(FakeTensorMode):
             for tensor in mutated_arguments(func, args, kwargs):
                 if not isinstance(tensor, FakeTensor):
                     if not self.steps:
-                        raise CutError(_OUTSIDE.format(func))
+                        raise CutError(self._outside(func, leaves))
                     self.tainted[storage_key(tensor)] = tensor
         if any(_is_hidden_graph(leaf) for leaf in leaves):
             # fakeification refuses a real tensor that has a history; its values do not matter here
@@ -137,15 +139,20 @@ class GhostMode(FakeTensorMode):
         try:
             return self.dispatch(func, types, args, kwargs)
         except VALUE_NEEDED as error:
-            raise CutError(_OUTSIDE.format(func)) from error
+            raise CutError(self._outside(func, leaves)) from error
+
+    def _outside(self, func: Any, leaves: Iterable[Any]) -> str:
+        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        known = [self.names[key] for key in map(storage_key, fakes) if key in self.names]
+        return _OUTSIDE.format(func, ", ".join(known[:3]) or "a weight")
 
 
 #: what is said when a weight of another rank is used where no step watches
 _OUTSIDE = (
-    "{} needs the value of a weight that lives on another rank of the pipeline. Outside of a step, "
-    "as in a hook or a callback, a rank can only compute with the weights of its own "
-    "stages: do this "
-    "in the step, after the run, or on one device."
+    "{} needs the value of {}, which lives on another rank of the pipeline. Hooks and callbacks of "
+    "the Trainer are given such values; other code (a thread, a data loader, code after a run with "
+    'restore_model="none" or "rank_zero") has only the weights of its own stages: do this in a '
+    'hook, or with restore_model="all" after the run.'
 )
 
 

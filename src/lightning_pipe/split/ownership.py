@@ -11,7 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.split._fake import ForeignParameter, as_fake, empty_fake
+from lightning_pipe.split._fake import (
+    GHOSTS,
+    ForeignParameter,
+    as_fake,
+    empty_fake,
+    storage_key,
+)
 from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.cut import StepCut
 
@@ -98,6 +104,7 @@ class Ownership:
             original.__class__ = ForeignParameter
             vars(original)["stand_in"] = self._fakes[name]
             self._classes[name] = kind
+            GHOSTS.names[storage_key(fake)] = name
             self._put(name, self._fakes[name])
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
@@ -108,6 +115,7 @@ class Ownership:
         for name in [n for n in self._originals if n in values]:
             original = self._originals.pop(name)
             fake = self._fakes.pop(name)
+            GHOSTS.names.pop(storage_key(fake), None)
             original.__class__ = self._classes.pop(name)
             vars(original).pop("stand_in", None)
             original.data = values[name]

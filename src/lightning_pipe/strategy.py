@@ -53,6 +53,7 @@ from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.report import Bubble, bubble, gather_bubble, timeline
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
+from lightning_pipe.split._fake import run_eagerly
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.snapshot import unchanged
@@ -216,7 +217,7 @@ class PipelineStrategy(PipelineProcesses):
             seed=share.broadcast_object(ranks, torch.initial_seed(), ranks.first_position),
             follows_hooks=has_hooks,
         )
-        self._undo.append(_loops.silence_advice())
+        self._undo += [_loops.silence_advice(), run_eagerly(module)]
         if has_hooks:
             self._undo.append(_loops.around_hooks(trainer, self._hook_runs))
         if fitting:

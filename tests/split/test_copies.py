@@ -1,13 +1,16 @@
-"""Averages of weights live on the stage of what they average."""
+"""Averages of weights live on the stage of what they average; compiled modules are opened."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_pipe.split._fake import run_eagerly
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.cut import StepCut, place
@@ -47,3 +50,23 @@ def test_copies_are_held_where_their_sources_are_and_the_rest_on_the_last_stage(
     assert {"other.weight", "other.bias"} <= last
     assert not first & last
     assert first | last == {name for name, _ in model.named_parameters()}
+
+
+def _no_backend(graph: Any, inputs: Any) -> Any:
+    raise AssertionError("compiled")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_runs_eagerly_while_its_units_are_on_stages() -> None:
+    model = _Model()
+    expected = model(torch.ones(2, 4))
+    model.alias = torch.compile(model.net[1], backend=_no_backend)
+    undo = run_eagerly(model)
+    called = []
+    model.net[1].register_forward_hook(lambda *args: called.append(args[0]))
+    h = model.net[0](torch.ones(2, 4))
+    assert torch.equal(model.net[2:](model.alias(h)).sum(), expected)
+    assert called == [model.net[1]]
+    undo()
+    with pytest.raises(Exception, match="compiled"):
+        model.alias(h)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -338,6 +339,26 @@ def quiet_fakes() -> Iterator[None]:
         logger.disabled = before
 
 
+def run_eagerly(root: nn.Module) -> Callable[[], None]:
+    """Let modules that `torch.compile` made run what they were made of; return what undoes it.
+
+    Compiled code does not call the units inside it, so a stage could not take its part of them.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported by whoever compiles
+    compiled: list[Any] = [
+        m for m in root.modules() if dynamo is not None and isinstance(m, dynamo.OptimizedModule)
+    ]
+    forwards = [vars(module)["forward"] for module in compiled]
+    for module in compiled:
+        vars(module)["forward"] = module._orig_mod.__call__
+
+    def undo() -> None:
+        for module, forward in zip(compiled, forwards, strict=True):
+            vars(module)["forward"] = forward
+
+    return undo
+
+
 def clear_memoised() -> None:
     """Empty the ``lru_cache`` of user code: a helper that ran on fakes would return them to a real
     step."""
@@ -370,6 +391,7 @@ __all__ = [
     "mutated_arguments",
     "popped",
     "quiet_fakes",
+    "run_eagerly",
     "storage_key",
     "taint",
     "to_dtype",

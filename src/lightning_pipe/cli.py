@@ -160,3 +160,4 @@ def _write(
         path.write_text(json.dumps(chrome_trace(simulate(schedule, costs or equal))))
     else:
         schedule_figure(schedule, costs).savefig(path, format=kind, dpi=150)
+    print(f"wrote {path}")

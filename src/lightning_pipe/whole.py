@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.microbatch import merge_tensors
@@ -80,7 +81,7 @@ class WholeTail:
         self._trace = trace
         self._device_type = device_type
         self._steps: dict[str, _Known] = {}
-        self._boundaries: dict[Any, tuple[CutStep, tuple[ValueKey, ...]]] = {}
+        self._boundaries: dict[Any, tuple[CutStep, tuple[ValueKey, ...] | None]] = {}
 
     def watched(self, step: StepRun) -> StepRun:
         """The step, with what is to be kept of each micro-batch or what watches its losses."""
@@ -99,9 +100,9 @@ class WholeTail:
         if any(cut.cut.trace.random_glue for cut in cuts):
             return None  # it would draw other numbers
         keys = {self._boundary(cut, size) for cut, size in zip(cuts, rows, strict=True)}
-        if len(keys) != 1:
-            return None
         boundary = next(iter(keys))
+        if len(keys) != 1 or boundary is None:
+            return None
         size = sum(cut.cut.trace.meta(key).wire_bytes for cut in cuts for key in boundary)
         return None if size > _MOST_BYTES and not known.replays else boundary
 
@@ -150,11 +151,15 @@ class WholeTail:
         if known.replays:
             self._tail.use(whole)
 
-    def _boundary(self, cut: CutStep, rows: int) -> tuple[ValueKey, ...]:
+    def _boundary(self, cut: CutStep, rows: int) -> tuple[ValueKey, ...] | None:
+        """What the tail is made of; None if no values with rows are all of it."""
         key = (id(cut), rows)
         known = self._boundaries.get(key)
         if known is None or known[0] is not cut:  # cuts come and go, and so do their ids
-            known = cut, cut.cut.tail_boundary(rows)
+            try:
+                known = cut, cut.cut.tail_boundary(rows)
+            except CutError:
+                known = cut, None
             _keep(self._boundaries, key, known)
         return known[1]
 

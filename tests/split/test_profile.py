@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from lightning_pipe.planning.profile import Profile
+from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.measure import measure_units
@@ -79,7 +80,8 @@ def test_saved_bytes_are_those_that_a_stage_keeps(build: Any) -> None:
         kept: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            if not is_fake(tensor):  # glue on values of other stages keeps nothing
+                kept[tensor.untyped_storage().data_ptr()] = tensor
             return tensor.detach()
 
         program = StageProgram(cut, stage, model)
@@ -153,6 +155,28 @@ def test_optimizer_state_is_what_a_step_makes(
         state = optimizer.state.get(parameter, {}).values()
         made = [t for t in state if isinstance(t, Tensor) and t.dim()]
         assert found.get(full_name, 0) == sum(t.nbytes for t in made)
+
+
+def test_the_optimizer_itself_is_not_touched() -> None:
+    """Not through the wrapper of a scheduler, not by its hooks, and if a step cannot be tried."""
+
+    class NeedsClosure(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    model = nn.Linear(10, 20, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(before)
+    assert optimizer_state_bytes(model, optimizer) == {"weight": 2 * 200 * 4}
+    assert torch.equal(model.weight, before)
+    assert not calls
+    assert not optimizer.state
+    own = NeedsClosure(model.parameters(), lr=0.1)
+    assert optimizer_state_bytes(model, own) == {"weight": 2 * 200 * 4}
 
 
 def test_units_are_timed_one_at_a_time() -> None:

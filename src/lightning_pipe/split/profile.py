@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -122,6 +122,9 @@ def optimizer_state_bytes(root: nn.Module, optimizer: Optimizer) -> dict[str, in
     return found
 
 
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def _state_bytes(optimizer: Optimizer, group: Mapping[str, object], parameter: Tensor) -> int:
     try:
         with inside_step(), GHOSTS:
@@ -133,8 +136,11 @@ def _state_bytes(optimizer: Optimizer, group: Mapping[str, object], parameter: T
         shape = [min(size, _SAMPLE + place) for place, size in enumerate(parameter.shape)]
         real = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
         real.grad = torch.ones_like(real)
+    try:
         state = _after_a_step(optimizer, group, real)
-        return sum(_full_bytes(t, real, parameter) for t in state)
+    except Exception:  # its step needs a closure, or more than one parameter: taken for Adam's
+        return 2 * parameter.numel() * parameter.element_size()
+    return sum(_full_bytes(t, real, parameter) for t in state)
 
 
 def _full_bytes(state: Tensor, sample: Tensor, parameter: Tensor) -> int:
@@ -154,6 +160,8 @@ def _after_a_step(
     trial = copy.copy(optimizer)
     trial.param_groups = [{**group, "params": [parameter]}]
     trial.state = defaultdict(dict)
+    trial.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the original
+    trial.__dict__.update({name: OrderedDict() for name in vars(trial) if name in _STEP_HOOKS})
     with torch.no_grad():
         trial.step()
     return [t for t in tensors(list(trial.state.get(parameter, {}).values())) if t.dim()]

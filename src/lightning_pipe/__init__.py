@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_pipe.callbacks import (
         BubbleMonitor,
         EffectiveBatchRescaler,
+        MicrobatchSchedule,
         PipelineDoctor,
         PipelineProgress,
         TimelineRecorder,
@@ -49,6 +50,7 @@ __all__ = [
     "CutError",
     "EffectiveBatchRescaler",
     "MeetingError",
+    "MicrobatchSchedule",
     "Op",
     "PeerError",
     "PipelineDoctor",
@@ -72,6 +74,7 @@ _HOMES = {
     "BubbleMonitor": "callbacks",
     "EffectiveBatchRescaler": "callbacks",
     "Op": "planning.ir",
+    "MicrobatchSchedule": "callbacks",
     "PipelineDoctor": "callbacks",
     "PipelineProgress": "callbacks",
     "PipelineStrategy": "strategy",

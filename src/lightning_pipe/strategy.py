@@ -13,6 +13,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -503,6 +504,23 @@ class PipelineStrategy(PipelineProcesses):
     def gather_timeline(self) -> Timeline | None:
         """What all ranks did in the last step; all ranks have to call this."""
         return None if self._pipeline is None else timeline(self._pipeline, of_all_ranks=True)
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Pieces of a batch; None where that follows from its rows. May be changed between steps.
+
+        Raises:
+            ScheduleError: When it is set: the schedule cannot run so many.
+        """
+        return self._pipeline_layout.num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, number: int | None) -> None:
+        layout = replace(self._pipeline_layout, num_microbatches=number)
+        self._arguments["num_microbatches"] = number
+        self._layout = layout
+        if self._pipeline is not None:
+            self._pipeline.layout = layout
 
     # ------------------------------------------------------------------ pieces
 

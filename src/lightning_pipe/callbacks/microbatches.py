@@ -1,0 +1,74 @@
+"""The number of micro-batches, changed during training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_pipe.errors import ConfigError
+
+__all__ = ["MicrobatchSchedule"]
+
+
+class MicrobatchSchedule(Callback):
+    """Splits batches into more, or fewer, micro-batches as training goes on.
+
+    Micro-batches only split the batch of the loader: its rows, and with them learning rates and
+    results, stay what they are. What changes is the bubble, and the memory of a micro-batch.
+
+    Args:
+        milestones: Optimizer step, or epoch, to the number of micro-batches from there on. It has
+            to say what is at 0.
+        interval: Whether `milestones` counts optimizer steps (`"step"`) or epochs (`"epoch"`).
+
+    Raises:
+        ConfigError: No entry for 0, a number below 1, an unknown interval; at setup, another
+            strategy than ours, or a number that the schedule cannot run.
+
+    >>> MicrobatchSchedule({0: 8, 1000: 16}).at(999), MicrobatchSchedule({0: 8, 1000: 16}).at(1000)
+    (8, 16)
+    """
+
+    def __init__(
+        self, milestones: Mapping[int, int], interval: Literal["step", "epoch"] = "step"
+    ) -> None:
+        if 0 not in milestones or min(milestones) < 0 or min(milestones.values()) < 1:
+            raise ConfigError(
+                f"milestones={dict(milestones)}: give numbers of micro-batches >= 1 by the "
+                f"{interval} that each begins at, and one for 0"
+            )
+        if interval not in ("step", "epoch"):
+            raise ConfigError(f"interval={interval!r}: give 'step' or 'epoch'")
+        self.milestones = dict(sorted(milestones.items()))
+        self.interval = interval
+
+    def at(self, moment: int) -> int:
+        """The number of micro-batches at an optimizer step or epoch."""
+        return self.milestones[max(start for start in self.milestones if start <= moment)]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "num_microbatches"):
+            raise ConfigError(
+                "MicrobatchSchedule changes the micro-batches of a pipeline, and the strategy is "
+                f"{type(strategy).__name__}: give Trainer(strategy='pipeline')"
+            )
+        if stage == "fit":
+            for number in reversed(self.milestones.values()):  # each is checked, the first stays
+                strategy.num_microbatches = number
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        moment = trainer.global_step if self.interval == "step" else trainer.current_epoch
+        strategy: Any = trainer.strategy
+        before, now = strategy.num_microbatches, self.at(moment)
+        if now != before:
+            strategy.num_microbatches = now
+            rank_zero_info(
+                f"num_microbatches {before} -> {now} at {self.interval} {moment}: the batch is "
+                "split into other pieces; the samples of an optimizer step stay the same"
+            )

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture
 def benchmark(monkeypatch):

@@ -42,25 +42,14 @@ from torch.utils import _pytree as pytree
 from lightning_pipe.errors import BatchError
 from lightning_pipe.split._fake import is_fake
 
-#: The steps of a LightningModule, by the stage of the Trainer.
-STEPS = {
-    RunningStage.TRAINING: "training_step",
-    RunningStage.VALIDATING: "validation_step",
-    RunningStage.SANITY_CHECKING: "validation_step",
-    RunningStage.TESTING: "test_step",
-    RunningStage.PREDICTING: "predict_step",
-}
-
 #: What Lightning itself keeps in a LightningModule.
 MODULE_SPACE = frozenset(vars(LightningModule())) | {"_metric_attributes"}
 
 #: The barrier between the hooks and checkpoints of the start and the run itself.
 RUN_STAGE = "run-stage"
 
-SubprocessLauncher = _SubprocessScriptLauncher
 optimizer_to_device = _optimizer_to_device
 optimizers_to_device = _optimizers_to_device
-is_distributed_initialized = _distributed_is_initialized
 
 
 def make_launcher(
@@ -94,11 +83,6 @@ def set_rank_zero(global_rank: int) -> None:
     for helpers in (rank_zero, lightning_rank_zero):
         helper: Any = vars(helpers)["rank_zero_only"]
         helper.rank = global_rank
-
-
-def has_step(module: LightningModule, name: str) -> bool:
-    """Whether the user wrote this step."""
-    return is_overridden(name, module)
 
 
 def reads_outputs(trainer: Trainer, name: str) -> bool:
@@ -276,17 +260,6 @@ def step_name(module: LightningModule, name: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
-
-
-@contextmanager
-def stage_of(trainer: Trainer, stage: RunningStage) -> Iterator[None]:
-    """Lets the Trainer be in another stage for a while."""
-    before = trainer.state.stage
-    trainer.state.stage = stage
-    try:
-        yield
-    finally:
-        trainer.state.stage = before
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:

@@ -107,11 +107,6 @@ class Pipeline:
         return self._home
 
     @property
-    def is_cut(self) -> bool:
-        """Whether weights have been given to ranks."""
-        return self._home is not None
-
-    @property
     def plan(self) -> Plan | None:
         """What was planned at the first cut."""
         return self._plan

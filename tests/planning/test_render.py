@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+from matplotlib import colors
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.costs import LinkCosts, StageCosts
@@ -85,7 +86,6 @@ def test_trace_has_every_action_and_every_transfer() -> None:
 
 
 def test_figure_has_a_box_for_each_action() -> None:
-    pytest.importorskip("matplotlib")
     schedule = make_schedule("zero_bubble", num_ranks=2, num_microbatches=3)
     figure = schedule_figure(schedule)
     (axes,) = figure.axes
@@ -101,14 +101,12 @@ def test_figure_has_a_box_for_each_action() -> None:
 
 
 def test_figure_tells_chunks_apart() -> None:
-    colors = pytest.importorskip("matplotlib.colors")
     schedule = make_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=2, virtual_stages=2)
     (axes,) = schedule_figure(schedule).axes
     assert {colors.to_rgba(box.get_facecolor())[3] for box in axes.patches} == {0.5, 1.0}
 
 
 def test_figure_of_costs_is_in_seconds_and_large_ones_leave_details_out() -> None:
-    pytest.importorskip("matplotlib")
     schedule = make_schedule("gpipe", num_ranks=4, num_microbatches=100)
     figure = schedule_figure(schedule, [StageCosts(1, 1, 1)] * 4)
     (axes,) = figure.axes

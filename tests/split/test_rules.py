@@ -242,6 +242,33 @@ def test_recomputed_regions_in_the_outer_glue_have_torchs_gradients(
         torch.testing.assert_close(made.module.get_parameter(name).grad, expected)
 
 
+@pytest.mark.parametrize("spanning", [True, False])
+def test_a_region_of_one_unit_is_still_recomputed(spanning: bool) -> None:
+    """A block runs twice where it is alone in its region, once in a region of several."""
+    runs: list[Tensor] = []
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        h = net.first(x)
+        pairs = zip(net.blocks[::2], net.blocks[1::2], strict=True)
+        for group in list(pairs) if spanning else [(block,) for block in net.blocks]:
+
+            def region(h: Tensor, group: Any = group) -> Tensor:
+                for block in group:
+                    h = h + torch.tanh(block(h))
+                return h
+
+            h = checkpoint(region, h, use_reentrant=False)
+        return net.last(h)
+
+    made = case(run)()
+    trace = trace_step(made.module, made.loss, piece(made.batch, 0), num_stages=2)
+    whole = StageProgram(StepCut(trace, place(trace, (0,))), 0, made.module)
+    made.module.blocks[1].register_forward_pre_hook(lambda *_: runs.append(torch.ones(())))
+    whole.run(lambda: made.loss(piece(made.batch, 0)), (), key=1).value.backward()
+    assert len(runs) == (1 if spanning else 2)
+    exact(case(run), (0, 1, 3))
+
+
 def test_a_recomputed_region_with_dropout_in_the_glue_has_one_mask() -> None:
     """The backward has the mask of the forward."""
     masks: list[Tensor] = []

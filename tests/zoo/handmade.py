@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from tests.zoo.modules import ROWS, Batch, Case
+from tests.zoo.modules import ROWS, Batch, Case, build_siamese
 from torch import Tensor, nn
 
 HANDMADE: dict[str, Callable[[], Case]] = {}
@@ -26,25 +26,7 @@ def model(build: Callable[[], Case]) -> Callable[[], Case]:
 @model
 def siamese_batch_norm() -> Case:
     """One encoder called twice, with running statistics in it."""
-
-    class Siamese(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Sequential(
-                nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Linear(32, 16)
-            )
-            self.head = nn.Linear(32, 2)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.head(torch.cat([self.encoder(a), self.encoder(b)], 1))
-
-    module = Siamese()
-    batch = {
-        "a": torch.randn(ROWS, 8),
-        "b": torch.randn(ROWS, 8),
-        "y": torch.randint(0, 2, (ROWS,)),
-    }
-    return Case(module, lambda b: F.cross_entropy(module(b["a"], b["b"]), b["y"]), batch)
+    return build_siamese(nn.BatchNorm1d)
 
 
 @model

@@ -278,15 +278,14 @@ def resnet() -> Case:
     return Case(module, lambda b: F.cross_entropy(module(b["x"]), b["y"]), batch)
 
 
-@model
-def siamese() -> Case:
+def build_siamese(norm: type[nn.Module]) -> Case:
     """One encoder called twice: its calls fall on two stages, its weights on both."""
 
     class Siamese(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.encoder = nn.Sequential(
-                nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(inplace=True), nn.Linear(32, 16)
+                nn.Linear(8, 32), norm(32), nn.ReLU(inplace=True), nn.Linear(32, 16)
             )
             self.head = nn.Linear(32, 2)
 
@@ -300,6 +299,11 @@ def siamese() -> Case:
         "y": torch.randint(0, 2, (ROWS,)),
     }
     return Case(module, lambda b: F.cross_entropy(module(b["a"], b["b"]), b["y"]), batch)
+
+
+@model
+def siamese() -> Case:
+    return build_siamese(nn.LayerNorm)
 
 
 @model

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -160,8 +160,7 @@ class Schedule:
         """
         check_actions(self)
         check_complete(self)
-        for _ in self.execution():
-            pass
+        deque(self.execution(), maxlen=0)  # to its end, which a deadlock would not let it reach
         return self
 
     def execution(self) -> Iterator[tuple[int, int, Action]]:

@@ -77,11 +77,6 @@ class Ownership:
         self._fakes: dict[str, nn.Parameter] = {}
         self._classes: dict[str, type[nn.Parameter]] = {}
 
-    @property
-    def dropped(self) -> bool:
-        """Tell whether the foreign parameters are fakes now."""
-        return bool(self._originals) or not self.foreign
-
     def drop_foreign(self, device: torch.device | None = None) -> None:
         """Replace every foreign parameter by a fake on ``device`` and free its memory.
 

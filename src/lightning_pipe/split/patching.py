@@ -49,6 +49,25 @@ def routed(units: Iterable[tuple[nn.Module, Wrapper]]) -> Iterator[tuple[Any, st
             yield module, name, wrapper(getattr(module, name), name)
 
 
+def outermost(is_busy: Callable[[], bool], call: Callable[..., Any]) -> Wrapper:
+    """Make the wrapper of a unit: its calls go to ``call(original, entry, args, kwargs)``.
+
+    Args:
+        is_busy: Tells whether a unit runs already; what that one calls is its own affair.
+        call: Stands for the unit.
+    """
+
+    def wrap(original: Call, entry: str) -> Call:
+        def routed_call(*args: Any, **kwargs: Any) -> Any:
+            if is_busy():
+                return original(*args, **kwargs)
+            return call(original, entry, args, kwargs)
+
+        return routed_call
+
+    return wrap
+
+
 def find_metrics(root: nn.Module) -> list[nn.Module]:
     """Find torchmetrics objects among the submodules and in plain lists, tuples and dicts of
     ``root``."""

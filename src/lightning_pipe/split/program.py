@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,8 +29,10 @@ from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import (
+    Wrapper,
     attributes,
     find_metrics,
+    outermost,
     quiet_metrics,
     routed,
     run_forward_hooks,
@@ -350,16 +353,8 @@ class _Run:
 
     # ------------------------------------------------------------------ one call
 
-    def _wrapper(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        def wrap(original: Callable[..., Any], entry: str) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if self.busy:
-                    return original(*args, **kwargs)
-                return self._call(name, module, original, entry, args, kwargs)
-
-            return call
-
-        return wrap
+    def _wrapper(self, name: str, module: nn.Module) -> Wrapper:
+        return outermost(lambda: self.busy, partial(self._call, name, module))
 
     def _call(
         self,

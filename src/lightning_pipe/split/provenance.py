@@ -283,10 +283,6 @@ class ValueLedger(TorchFunctionMode):
         known = self._values.get(id(tensor))
         return known if known is not None else self._operators.of(tensor)
 
-    def of_all(self, value: Any) -> Sources:
-        """Return the nearest values that all tensors in ``value`` are made of."""
-        return NOTHING.union(*(self.of(t) for t in tensors(value)))
-
     def set(self, tensor: Tensor, sources: Sources) -> None:
         """Record what ``tensor`` is made of."""
         self._values[id(tensor)] = sources

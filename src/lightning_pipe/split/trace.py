@@ -132,7 +132,6 @@ class UnitCall:
     structure: TreeSpec
     leaves: tuple[Leaf, ...]
     num_outputs: int
-    foreign_parameters: frozenset[str] = frozenset()
     in_checkpoint: bool = False
     flops: int = 0
     parameters: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ from lightning_pipe.split.memo import Outcome, UnitMemo, arguments_key, rebuild
 from lightning_pipe.split.nest import copy_tensors, leaves
 from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import (
+    Wrapper,
     attributes,
     find_metrics,
+    outermost,
     routed,
     run_forward_hooks,
     silent_metrics,
@@ -241,16 +244,8 @@ class Tracer:
 
     # ------------------------------------------------------------------ one unit call
 
-    def _wrapper(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        def wrap(original: Callable[..., Any], entry: str) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if self._busy:
-                    return original(*args, **kwargs)
-                return self._call(name, module, original, entry, args, kwargs)
-
-            return call
-
-        return wrap
+    def _wrapper(self, name: str, module: nn.Module) -> Wrapper:
+        return outermost(lambda: self._busy, partial(self._call, name, module))
 
     def _call(
         self,
@@ -301,6 +296,7 @@ class Tracer:
                     arguments=described,
                 )
             )
+            self._regions.note_call(index)
             self.values.segment = self._saved.position = len(self.calls)
             self._random.at(index, 2)
         return out

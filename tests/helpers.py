@@ -335,13 +335,18 @@ def _call(job: Job, rank: int) -> Any:
     random.seed(0)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(job.store, job.num_ranks),
-        rank=rank,
-        world_size=job.num_ranks,
-        timeout=timedelta(seconds=job.timeout_s + GRACE_S),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(job.store, job.num_ranks),
+            rank=rank,
+            world_size=job.num_ranks,
+            timeout=timedelta(seconds=job.timeout_s + GRACE_S),
+        )
+        dist.barrier()  # a body that ends at once must not close connections still being made
+    except BaseException as error:
+        # a group half made leaves torch's counter of groups ahead of the other ranks': not reusable
+        raise ChildProcessError(f"rank {rank} found no process group: {error!r}") from error
     try:
         return fn(*arguments)
     except BaseException as error:

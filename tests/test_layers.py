@@ -31,6 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "whole": {"torch"},
     "steps": {"torch"},
     "report": set(),
+    "stage_memory": {"torch"},
     "states": {"torch", "psutil"},
     "parts": {"torch"},
     "hooks": {"torch"},

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         MicrobatchSchedule,
         PipelineDoctor,
         PipelineProgress,
+        StageMemoryMonitor,
         TimelineRecorder,
     )
     from lightning_pipe.errors import (
@@ -61,6 +62,7 @@ __all__ = [
     "PlanError",
     "Schedule",
     "ScheduleError",
+    "StageMemoryMonitor",
     "StageMismatchError",
     "Timeline",
     "TimelineRecorder",
@@ -80,6 +82,7 @@ _HOMES = {
     "PipelineStrategy": "strategy",
     "Plan": "planning.plan",
     "Schedule": "planning.ir",
+    "StageMemoryMonitor": "callbacks",
     "Timeline": "planning.timeline",
     "TimelineRecorder": "callbacks",
     "make_schedule": "planning.schedules",

@@ -48,6 +48,7 @@ from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.program import SKIPPED
 from lightning_pipe.split.rng import generators_of, mix, preserved
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
+from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
@@ -91,6 +92,11 @@ class Pipeline:
         self.spans: Sequence[Span] = ()
         self.step_s = 0.0
         self.schedule: Schedule | None = None
+        #: as the planner sees the training step, once it is cut
+        self.profile: Profile | None = None
+        #: set before a training step whose kept bytes are to be counted; `kept` has them afterwards
+        self.counts_kept = False
+        self.kept: KeptBytes | None = None
         self._context = context
         self._seed = seed
         self._follows_hooks = follows_hooks
@@ -131,6 +137,7 @@ class Pipeline:
                 raise
         self._agree(trace)
         profile = self._profile(trace, pieces.rows[0], training=training)
+        self.profile = profile if training else None
         cut = cut_step(self.layout, trace, profile, len(pieces.batches))
         copies = find_copies(self.module, frozenset().union(*read_by_stages(self.module, cut)))
         held = parameters_of_stages(self.module, cut)
@@ -172,9 +179,9 @@ class Pipeline:
         self._cuts.first(state, signature(piece), self._home)
 
     def _profile(self, trace: Trace, rows: int, *, training: bool) -> Profile:
-        """What the planner is told; the optimizer's state only where it is asked about."""
+        """What the planner is told, with the state of the optimizer that trains."""
         state: dict[str, int] = {}
-        if training and self.layout.num_stages > 1:
+        if training:
             for optimizer in self.optimizers:
                 state |= optimizer_state_bytes(self.module, optimizer)
         return profile_of(self.module, trace, rows=rows, optimizer_bytes=state)
@@ -309,7 +316,7 @@ class Pipeline:
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
-        step = replace(step, metrics=find_metrics(self.module))
+        step = replace(step, metrics=find_metrics(self.module), kept=self._counter(step))
         if self.ranks.position == schedule.stage_to_rank[-1]:
             step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
@@ -323,6 +330,14 @@ class Pipeline:
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule
         return step, stash
+
+    def _counter(self, step: StepRun) -> KeptBytes | None:
+        """What counts the kept bytes of this step, where somebody asked for it."""
+        if not (self.counts_kept and step.training):
+            return None
+        self.counts_kept = False
+        self.kept = KeptBytes([*self.module.parameters(), *self.module.buffers()])
+        return self.kept
 
     def _is_right(self, step: StepRun, unproven: Sequence[CutStep]) -> bool:
         """Whether derived cuts were right on all ranks; if not, the step is undone."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -59,6 +59,13 @@ from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.snapshot import unchanged
 from lightning_pipe.split.tree import tensors
+from lightning_pipe.stage_memory import (
+    StageMemory,
+    extend_device_stats,
+    gather_memory,
+    note_shortage,
+    relief,
+)
 from lightning_pipe.states import SpreadModel, share_initial_state
 from lightning_pipe.steps import Pipeline
 
@@ -219,6 +226,7 @@ class PipelineStrategy(PipelineProcesses):
             follows_hooks=has_hooks,
         )
         self._undo += [_loops.silence_advice(), run_eagerly(module)]
+        self._undo.append(extend_device_stats(self.accelerator, self.gather_memory))
         if has_hooks:
             self._undo.append(_loops.around_hooks(trainer, self._hook_runs))
         if fitting:
@@ -451,6 +459,13 @@ class PipelineStrategy(PipelineProcesses):
         with self._between.suspended():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed:
+            with suppress(Exception):  # whatever is wrong with the ledger, the error is this one
+                note_shortage(error, self._pipeline)
+        super()._fail(error)
+
     def _refuse_if_failed(self) -> None:
         if self._failed:
             raise CheckpointError(
@@ -500,6 +515,22 @@ class PipelineStrategy(PipelineProcesses):
     def gather_bubble(self) -> MeasuredBubble | None:
         """Where the bubble of the last step is from, over all ranks; all have to call this."""
         return None if self._pipeline is None else gather_bubble(self._pipeline)
+
+    def count_activations(self) -> None:
+        """Lets the next training step count what it keeps for its backwards."""
+        if self._pipeline is not None:
+            self._pipeline.counts_kept = True
+
+    def gather_memory(self) -> tuple[StageMemory, ...]:
+        """What every stage holds now; all ranks have to call this."""
+        if self._pipeline is None:
+            return ()
+        with self._between.suspended():
+            return gather_memory(self._pipeline, self.num_processes)
+
+    def memory_advice(self, rank: int) -> str:
+        """What would let a rank hold less; empty if nothing is known."""
+        return "" if self._pipeline is None else relief(self._pipeline, rank)
 
     def gather_timeline(self) -> Timeline | None:
         """What all ranks did in the last step; all ranks have to call this."""

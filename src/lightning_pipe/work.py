@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep
+from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.program import SKIPPED, StepResult
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
+from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
 from lightning_pipe.split.units import modules_of
@@ -47,6 +49,7 @@ class StepRun:
         recorded: These, one tuple per micro-batch.
         denominators: What watches the losses of the last stage, if anything does.
         metrics: The metric objects of the module; looked for in each micro-batch if None.
+        kept: Counts what is kept for the backward, in steps that are watched for it.
     """
 
     module: nn.Module
@@ -64,6 +67,7 @@ class StepRun:
     recorded: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     denominators: Denominators | None = None
     metrics: Sequence[nn.Module] | None = None
+    kept: KeptBytes | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.trial is None:
@@ -71,6 +75,8 @@ class StepRun:
         try:
             return self._run(stage, microbatch, received)
         except Exception as error:
+            if is_out_of_memory(error):  # another trace would need as much
+                raise
             self.trial.note(error)
             specs = self.cuts[microbatch].programs[stage].outputs
             is_last = self.cuts[microbatch].programs[stage].is_last
@@ -86,7 +92,8 @@ class StepRun:
         traces = self.tail.microbatch() if program.is_last else self.tail.undone()
         record = (self.record or ()) if program.is_last else ()
         watch = self.denominators if program.is_last else None
-        with self.context(self.name), traces, watch or nullcontext():
+        kept = nullcontext() if self.kept is None else self.kept.counting(stage, microbatch)
+        with self.context(self.name), traces, watch or nullcontext(), kept:
             result = program.run(
                 step,
                 received,

@@ -3,6 +3,7 @@
 from lightning_pipe.callbacks.bubble import BubbleMonitor
 from lightning_pipe.callbacks.doctor import PipelineDoctor
 from lightning_pipe.callbacks.effective_batch import EffectiveBatchRescaler
+from lightning_pipe.callbacks.memory import StageMemoryMonitor
 from lightning_pipe.callbacks.microbatches import MicrobatchSchedule
 from lightning_pipe.callbacks.progress import PipelineProgress
 from lightning_pipe.callbacks.timeline import TimelineRecorder
@@ -13,5 +14,6 @@ __all__ = [
     "MicrobatchSchedule",
     "PipelineDoctor",
     "PipelineProgress",
+    "StageMemoryMonitor",
     "TimelineRecorder",
 ]

@@ -9,7 +9,7 @@ the device's own context.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.errors import PlanError
@@ -24,6 +24,7 @@ __all__ = [
     "StageLedger",
     "does_it_fit",
     "make_ledger",
+    "most_held",
     "parse_bytes",
     "part_sizes",
     "smallest_pipeline",
@@ -256,6 +257,29 @@ def stage_in_flight(schedule: Schedule) -> tuple[int, ...]:
                 peaks[action.stage] = max(peaks[action.stage], held[action.stage])
             elif action.op is not Op.INPUT:
                 held[action.stage] -= 1
+    return tuple(peaks)
+
+
+def most_held(schedule: Schedule, kept: Mapping[tuple[int, int], int]) -> tuple[int, ...]:
+    """The most bytes that each stage holds at a time.
+
+    Args:
+        schedule: What is run.
+        kept: What each (stage, micro-batch) keeps from its forward to its backward; 0 if unknown.
+
+    >>> from lightning_pipe.planning.schedules import make_schedule
+    >>> most_held(make_schedule("gpipe", num_ranks=1, num_microbatches=2), {(0, 0): 3, (0, 1): 4})
+    (7,)
+    """
+    held, peaks = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        for action in schedule.actions(rank):
+            stage, num_bytes = action.stage, kept.get((action.stage, action.microbatch), 0)
+            if action.op is Op.FORWARD:
+                held[stage] += num_bytes
+                peaks[stage] = max(peaks[stage], held[stage])
+            elif action.op is not Op.INPUT:
+                held[stage] -= num_bytes
     return tuple(peaks)
 
 

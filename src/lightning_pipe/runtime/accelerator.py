@@ -61,12 +61,18 @@ def read_marks(marks: list[Mark]) -> list[float]:
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """Bytes in use now and at most: of the device's allocator, or, on the CPU, of the process."""
+    """Bytes in use now and at most, and of the whole device.
+
+    Of the device's allocator, which also says what it has reserved; on the CPU of the process,
+    beside the memory of the machine.
+    """
     module = _module(device)
     if module is not None:
         return {
             "allocated_bytes": int(module.memory_allocated(device)),
             "peak_bytes": int(module.max_memory_allocated(device)),
+            "reserved_bytes": int(module.memory_reserved(device)),
+            "total_bytes": int(module.get_device_properties(device).total_memory),
         }
     resident_bytes = int(psutil.Process().memory_info().rss)
     peak_bytes = resident_bytes
@@ -75,7 +81,27 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-    return {"allocated_bytes": resident_bytes, "peak_bytes": max(peak_bytes, resident_bytes)}
+    return {
+        "allocated_bytes": resident_bytes,
+        "peak_bytes": max(peak_bytes, resident_bytes),
+        "total_bytes": int(psutil.virtual_memory().total),
+    }
+
+
+_SAYS_OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "out of memory", "_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the memory of the device or of the host is full.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape is wrong"))
+    (True, False)
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _SAYS_OUT_OF_MEMORY
+    )
 
 
 def get_rng_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

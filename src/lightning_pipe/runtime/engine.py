@@ -126,6 +126,8 @@ class Progress:
 
     text: str = "outside of a step"
     since_s: float = field(default_factory=time.monotonic)
+    #: the action that ran last, or runs
+    action: Action | None = None
 
     def report(self, text: str) -> None:
         """Notes what begins now."""
@@ -176,6 +178,7 @@ class _Recorder:
 
     def starts(self, action: Action) -> Mark:
         self._progress.report(f"running {action}")
+        self._progress.action = action
         return mark(self._device)
 
     def ends(self, action: Action, start: Mark) -> None:

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward of a step, by the unit or the glue that needs it."""
+"""What autograd keeps for the backward of a step: traced by unit and glue, or counted by stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipe.split._fake import as_fake, storage_key
+from lightning_pipe.split._fake import as_fake, is_fake, storage_key
 
 
 class SavedTensors:
@@ -55,6 +55,35 @@ class SavedTensors:
     def hooks(self) -> saved_tensors_hooks:
         """Return the context that counts."""
         return saved_tensors_hooks(self.pack, lambda packed: packed)
+
+
+class KeptBytes:
+    """Counts what the graphs of a real step keep, without keeping it alive itself.
+
+    Args:
+        ignored: Tensors that are there anyway: weights and buffers.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        self._ignored = {storage_key(tensor) for tensor in ignored}
+        #: (stage, micro-batch) to bytes
+        self.found: dict[tuple[int, int], int] = {}
+
+    def counting(self, stage: int, microbatch: int) -> saved_tensors_hooks:
+        """Return the context in which the forward of a micro-batch is counted."""
+        seen: set[int] = set()
+        key = stage, microbatch
+        self.found[key] = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = storage_key(tensor)
+            known = storage in seen or storage in self._ignored
+            if not known and not is_fake(tensor):  # what a stage does to ghosts is not there
+                seen.add(storage)
+                self.found[key] += _storage_bytes(tensor)
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda packed: packed)
 
 
 def _storage_bytes(tensor: Tensor) -> int:

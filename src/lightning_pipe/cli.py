@@ -14,20 +14,22 @@ from typing import Any
 
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.planning.costs import StageCosts
+from lightning_pipe.planning.doctor import examine
+from lightning_pipe.planning.evidence import read_evidence
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import format_bytes
 from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedule_text
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.planning.simulate import held_over_time, simulate
 
-__all__ = ["draw", "main", "plan", "train"]
+__all__ = ["doctor", "draw", "main", "plan", "train"]
 
 _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
 
 
 def main() -> None:
     """Runs the command in `sys.argv`."""
-    own = {"draw": draw, "plan": plan}
+    own = {"doctor": doctor, "draw": draw, "plan": plan}
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in own:
         train()
@@ -65,9 +67,27 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also: lightning-pipe plan --help, lightning-pipe draw --help",
+            "epilog": "See also: lightning-pipe plan, draw and doctor with --help",
         },
     )
+
+
+def doctor(arguments: Sequence[str]) -> None:
+    """Says what limited the speed of a run that is over, from its trace or its log directory."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe doctor",
+        description="Says what limited the speed of a run, and what to change: what the callback "
+        "PipelineDoctor says, in the same order.",
+    )
+    parser.add_argument(
+        "path",
+        metavar="TRACE_OR_LOGDIR",
+        help="a trace of TimelineRecorder, or a log directory of a run with BubbleMonitor",
+    )
+    evidence = read_evidence(parser.parse_args(arguments).path)
+    print(f"from {' and '.join(evidence.source)}")
+    for verdict in examine(evidence.found, evidence.run, evidence.losses):
+        print(f"\n{verdict.cause}: {verdict}")
 
 
 def draw(arguments: Sequence[str]) -> None:

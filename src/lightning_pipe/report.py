@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_pipe.planning.attribution import MeasuredBubble, attribute_bubble
+from lightning_pipe.planning.doctor import Run
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.planning.timeline import Timeline
 from lightning_pipe.runtime.clock import clock_offset_s
@@ -40,6 +41,18 @@ def gather_bubble(pipeline: Pipeline) -> MeasuredBubble | None:
     if found is None or pipeline.schedule is None:
         return None
     return attribute_bubble(found, pipeline.schedule)
+
+
+def run_of(pipeline: Pipeline) -> Run | None:
+    """The sizes of the run; None before the first step."""
+    if pipeline.schedule is None or pipeline.plan is None:
+        return None
+    return Run.of(
+        pipeline.schedule,
+        pipeline.plan,
+        asked_microbatches=pipeline.layout.num_microbatches,
+        recomputes=pipeline.home.cut.trace.recomputes,
+    )
 
 
 def timeline(pipeline: Pipeline, *, of_all_ranks: bool = False) -> Timeline | None:

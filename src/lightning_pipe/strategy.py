@@ -47,11 +47,12 @@ from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
 from lightning_pipe.planfile import read_plan, with_plan
 from lightning_pipe.planning.attribution import MeasuredBubble
+from lightning_pipe.planning.doctor import Run
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.timeline import Timeline
 from lightning_pipe.processes import PipelineProcesses
-from lightning_pipe.report import Bubble, bubble, gather_bubble, timeline
+from lightning_pipe.report import Bubble, bubble, gather_bubble, run_of, timeline
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.split._fake import run_eagerly
@@ -515,6 +516,11 @@ class PipelineStrategy(PipelineProcesses):
     def gather_bubble(self) -> MeasuredBubble | None:
         """Where the bubble of the last step is from, over all ranks; all have to call this."""
         return None if self._pipeline is None else gather_bubble(self._pipeline)
+
+    @property
+    def sizes(self) -> Run | None:
+        """Schedule, micro-batches, cut and the like of the last step; None before the first."""
+        return None if self._pipeline is None else run_of(self._pipeline)
 
     def count_activations(self) -> None:
         """Lets the next training step count what it keeps for its backwards."""

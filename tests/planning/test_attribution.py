@@ -12,11 +12,11 @@ from lightning_pipe.planning.attribution import attribute_bubble, stage_costs_of
 from lightning_pipe.planning.costs import LinkCosts, StageCosts
 from lightning_pipe.planning.ir import Op, Schedule
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
-from lightning_pipe.planning.simulate import bubble_parts, simulate
+from lightning_pipe.planning.simulate import Links, bubble_parts, simulate
 from lightning_pipe.planning.timeline import Timeline
 
 
-def as_measured(schedule: Schedule, costs: list[StageCosts], link: LinkCosts | None) -> Timeline:
+def as_measured(schedule: Schedule, costs: list[StageCosts], link: Links | None) -> Timeline:
     """A simulated step as an engine reports it: with the wait before each action."""
     timeline = simulate(schedule, costs, link)
     spans = []

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.planning.attribution import MeasuredBubble
+from lightning_pipe.planning.attribution import MeasuredBubble, mean_bubble
+from lightning_pipe.planning.doctor import Run
+from lightning_pipe.planning.evidence import FILE_NAME, to_text
 
 __all__ = ["BubbleMonitor"]
 
+_KEPT = 10  # measurements of which the mean is left for the doctor
 _PARTS = ("fill_drain", "imbalance", "communication", "host")
 
 
@@ -23,6 +28,7 @@ class BubbleMonitor(Callback):
     it, `pipeline/bubble_ideal` (what the schedule has with equal stages and free transfers),
     `pipeline/bubble_fraction/rank_0`, ..., and `pipeline/utilisation/stage_0`, .... Without a
     logger, a summary is printed at the end of training. The first step is left out: it is slower.
+    With a logger that has a directory, `pipeline.json` is left there for `lightning-pipe doctor`.
 
     Args:
         every_n_steps: Batches between two measurements. Each one gathers the times of all ranks.
@@ -41,6 +47,7 @@ class BubbleMonitor(Callback):
         #: what was measured last, on every rank
         self.latest: MeasuredBubble | None = None
         self._sums: dict[str, float] = {}
+        self._found: deque[MeasuredBubble] = deque(maxlen=_KEPT)
         self._num_measured = 0
         self._num_batches = 0
 
@@ -53,6 +60,7 @@ class BubbleMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sums, self._num_measured, self._num_batches = {}, 0, 0
+        self._found.clear()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -68,13 +76,24 @@ class BubbleMonitor(Callback):
         if found is None:
             return
         self.latest = found
+        sizes: Run = strategy.sizes
         values = _values(found, strategy.bubble.ideal_fraction)
+        values["pipeline/num_microbatches"] = float(sizes.num_microbatches)
         self._num_measured += 1
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
+        self._found.append(found)
+        directory = trainer.log_dir  # every rank has to ask for it, though one writes
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=trainer.global_step)
+            if trainer.loggers and directory:
+                self._write(sizes, Path(directory))
+
+    def _write(self, sizes: Run, directory: Path) -> None:
+        """Leaves what `lightning-pipe doctor` reads."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / FILE_NAME).write_text(to_text(sizes, mean_bubble(list(self._found))))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._num_measured and not trainer.loggers:

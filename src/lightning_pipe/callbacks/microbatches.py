@@ -68,6 +68,8 @@ class MicrobatchSchedule(Callback):
         before, now = strategy.num_microbatches, self.at(moment)
         if now != before:
             strategy.num_microbatches = now
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.log_metrics({"pipeline/num_microbatches": float(now)}, trainer.global_step)
             rank_zero_info(
                 f"num_microbatches {before} -> {now} at {self.interval} {moment}: the batch is "
                 "split into other pieces; the samples of an optimizer step stay the same"

@@ -79,17 +79,15 @@ class TimelineRecorder(Callback):
         # every rank has to take part in this, though one writes
         directory = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
         if timeline is not None and trainer.is_global_zero:
-            self._write(trainer, timeline, strategy.schedule, directory)
+            self._write(trainer, timeline, strategy, directory)
 
-    def _write(
-        self, trainer: Trainer, timeline: Timeline, schedule: Schedule, directory: Path
-    ) -> None:
+    def _write(self, trainer: Trainer, timeline: Timeline, strategy: Any, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"timeline_step{self._num_batches}.json"
-        path.write_text(json.dumps(chrome_trace(timeline)))
+        path.write_text(json.dumps(chrome_trace(timeline, strategy.sizes.to_dict())))
         written = [path]
         if self.picture is not None:
-            figure = comparison_figure(_titled(timeline, schedule))
+            figure = comparison_figure(_titled(timeline, strategy.schedule))
             path = path.with_suffix(f".{self.picture}")
             figure.savefig(path, format=self.picture, dpi=120)
             written.append(path)

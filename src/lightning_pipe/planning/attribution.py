@@ -19,7 +19,25 @@ from lightning_pipe.planning.ir import Action, Op, Schedule
 from lightning_pipe.planning.simulate import simulate
 from lightning_pipe.planning.timeline import Span, Timeline
 
-__all__ = ["MeasuredBubble", "attribute_bubble", "mean_bubble", "stage_costs_of"]
+__all__ = ["LinkWait", "MeasuredBubble", "attribute_bubble", "mean_bubble", "stage_costs_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkWait:
+    """Waiting for values of another rank that had been computed already.
+
+    Attributes:
+        source: The stage that computed them; those of the stage after are gradients.
+        target: The stage that waited.
+        waited_fraction: Of the time of all ranks.
+        transfer_s: Mean seconds from the end of the one action to the start of the other, over
+            those that were waited for.
+    """
+
+    source: int
+    target: int
+    waited_fraction: float
+    transfer_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,7 @@ class MeasuredBubble:
         host_fraction: Neither computing nor waiting.
         rank_fractions: The whole bubble of each rank.
         stage_utilisations: Computing time of each stage over the step's.
+        links: Where ranks waited for values under way, the longest wait first.
     """
 
     fill_drain_fraction: float
@@ -41,6 +60,7 @@ class MeasuredBubble:
     host_fraction: float
     rank_fractions: tuple[float, ...]
     stage_utilisations: tuple[float, ...]
+    links: tuple[LinkWait, ...] = ()
 
     @property
     def bubble_fraction(self) -> float:
@@ -69,8 +89,8 @@ def attribute_bubble(timeline: Timeline, schedule: Schedule) -> MeasuredBubble:
     mean_busy_s = busy_s_of_ranks / timeline.num_ranks
     even_s = _even_step_s(timeline, schedule)
     free_s = _replayed_step_s(timeline, schedule)
-    waited_s, host_s = _seen_s(timeline, schedule, ends_s)
-    seen_s = waited_s + host_s
+    late, host_s = _seen_s(timeline, schedule, ends_s)
+    seen_s = sum(waits_s for waits in late.values() for waits_s, _ in waits) + host_s
     rest_s = timeline.step_s - free_s
     host_part_s = rest_s * host_s / seen_s if seen_s else 0.0
     busy_s: dict[int, float] = defaultdict(float)
@@ -83,6 +103,7 @@ def attribute_bubble(timeline: Timeline, schedule: Schedule) -> MeasuredBubble:
         host_part_s / timeline.step_s,
         tuple(timeline.rank_bubble_fraction(rank) for rank in range(timeline.num_ranks)),
         tuple(busy_s[stage] / timeline.step_s for stage in range(schedule.num_stages)),
+        _links(late, timeline),
     )
 
 
@@ -96,7 +117,24 @@ def mean_bubble(found: Sequence[MeasuredBubble]) -> MeasuredBubble:
         sum(one.host_fraction for one in found) / count,
         tuple(sum(x) / count for x in zip(*(one.rank_fractions for one in found), strict=True)),
         tuple(sum(x) / count for x in zip(*(one.stage_utilisations for one in found), strict=True)),
+        _mean_links([one.links for one in found]),
     )
+
+
+def _mean_links(found: Sequence[tuple[LinkWait, ...]]) -> tuple[LinkWait, ...]:
+    by_link: dict[tuple[int, int], list[LinkWait]] = defaultdict(list)
+    for links in found:
+        for link in links:
+            by_link[link.source, link.target].append(link)
+    means = [
+        LinkWait(
+            *key,
+            sum(link.waited_fraction for link in links) / len(found),
+            sum(link.transfer_s for link in links) / len(links),
+        )
+        for key, links in by_link.items()
+    ]
+    return tuple(sorted(means, key=lambda link: -link.waited_fraction))
 
 
 def stage_costs_of(timeline: Timeline, num_stages: int) -> tuple[StageCosts, ...]:
@@ -129,40 +167,54 @@ def _key(action: Action) -> tuple[int, Op, int]:
     return action.stage, op, action.microbatch
 
 
-def _needed_s(
-    span: Span, schedule: Schedule, ends_s: Mapping[tuple[int, Op, int], float]
-) -> float | None:
-    """When the other rank's action that this one waits for has ended."""
+def _source(span: Span, schedule: Schedule) -> int | None:
+    """The stage of another rank that an action waits for."""
     action = span.action
     if action.op is Op.WEIGHT:
         return None
-    forward = action.op is Op.FORWARD
-    stage = action.stage + (-1 if forward else 1)
-    if not 0 <= stage < schedule.num_stages:
+    stage = action.stage + (-1 if action.op is Op.FORWARD else 1)
+    if not 0 <= stage < schedule.num_stages or schedule.stage_to_rank[stage] == span.rank:
         return None
-    if schedule.stage_to_rank[stage] == span.rank:
-        return None
-    return ends_s.get((stage, Op.FORWARD if forward else Op.BACKWARD, action.microbatch))
+    return stage
 
 
 def _seen_s(
     timeline: Timeline, schedule: Schedule, ends_s: Mapping[tuple[int, Op, int], float]
-) -> tuple[float, float]:
-    """Seconds in which ranks waited for what had been computed, and for nothing."""
-    waited_s = host_s = 0.0
+) -> tuple[dict[tuple[int, int], list[tuple[float, float]]], float]:
+    """Waits for what had been computed, by the two stages: (seconds, seconds since it was). And the
+    seconds in which ranks waited for nothing."""
+    late: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    host_s = 0.0
     for rank in range(timeline.num_ranks):
         before_s: float | None = None
         for span in timeline.spans_of(rank):
             idle_s = max(0.0, span.start_s - (before_s or 0.0))
-            needed_s = _needed_s(span, schedule, ends_s)
-            if needed_s is None:
+            stage = _source(span, schedule)
+            if stage is None:
                 host_s += idle_s
             else:  # a rank waits for its first action from the start of the step
+                forward = Op.FORWARD if span.action.op is Op.FORWARD else Op.BACKWARD
+                since_s = span.start_s - ends_s[stage, forward, span.action.microbatch]
                 wait_s = idle_s if before_s is None else min(span.wait_s, idle_s)
                 host_s += idle_s - wait_s
-                waited_s += min(wait_s, max(0.0, span.start_s - needed_s))
+                waited_s = min(wait_s, max(0.0, since_s))
+                if waited_s:
+                    late[stage, span.action.stage].append((waited_s, since_s))
             before_s = span.end_s
-    return waited_s, host_s
+    return late, host_s
+
+
+def _links(
+    late: Mapping[tuple[int, int], Sequence[tuple[float, float]]], timeline: Timeline
+) -> tuple[LinkWait, ...]:
+    whole_s = timeline.step_s * timeline.num_ranks
+    links = [
+        LinkWait(
+            *key, sum(w for w, _ in waits) / whole_s, sum(since for _, since in waits) / len(waits)
+        )
+        for key, waits in late.items()
+    ]
+    return tuple(sorted(links, key=lambda link: -link.waited_fraction))
 
 
 def _even_step_s(timeline: Timeline, schedule: Schedule) -> float:

@@ -164,8 +164,13 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+def chrome_trace(timeline: Timeline, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The timeline as a Chrome trace, with arrows for transfers.
+
+    Args:
+        timeline: Predicted or measured.
+        about: What else to keep in it; `lightning-pipe doctor` reads a `planning.doctor.Run` there,
+            and that the waits of the spans were measured.
 
     Returns:
         What ``json.dump`` writes and chrome://tracing or https://ui.perfetto.dev opens. One thread
@@ -186,7 +191,11 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
                 "tid": span.rank,
                 "ts": span.start_s * 1e6,
                 "dur": span.duration_s * 1e6,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
+                "args": {
+                    "stage": action.stage,
+                    "microbatch": action.microbatch,
+                    **({} if about is None else {"wait_us": span.wait_s * 1e6}),
+                },
             }
         )
     for flow, (source, target) in enumerate(_transfers(timeline)):
@@ -197,7 +206,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         arrive_us = (target.start_s + target.end_s) / 2 * 1e6
         events.append({**shared, "ph": "s", "tid": source.rank, "ts": leave_us})
         events.append({**shared, "ph": "f", "bp": "e", "tid": target.rank, "ts": arrive_us})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
+    if about is not None:
+        trace["otherData"] = {"lightning_pipe": dict(about)}
+    return trace
 
 
 def _transfers(timeline: Timeline) -> list[tuple[Span, Span]]:

@@ -44,6 +44,8 @@ class Regions:
         self._owns = owns
         self._open: list[list[int]] = []
         self._count = 0
+        #: whether anything is recomputed, inside of units too
+        self.seen = False
         #: region to the one unit call in it, None where it has none or several, or draws
         self.found: dict[int, int | None] = {}
 
@@ -67,6 +69,7 @@ class Regions:
         )
 
         def region(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+            self.seen = True
             if self._busy():
                 yield from generator(function, *args, **kwargs)
                 return
@@ -81,6 +84,7 @@ class Regions:
 
             @staticmethod
             def apply(function: Any, preserve: bool, *args: Any) -> Any:
+                self.seen = True
                 if self._busy():
                     return reentrant.apply(function, preserve, *args)
                 if self._needs_gradient(args):

@@ -192,6 +192,8 @@ class Trace:
     shared: tuple[frozenset[ValueKey], ...] = ()
     #: checkpointed region of the glue to the one unit call in it, or None
     regions: Mapping[int, int | None] = field(default_factory=dict)
+    #: whether anything in the step runs again for its backward
+    recomputes: bool = False
     #: torch functions that failed on fakes: whoever calls them needs their inputs
     pinned: frozenset[str] = frozenset()
     #: what the glue read as Python data in a trace with real values, by place

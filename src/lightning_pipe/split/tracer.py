@@ -214,6 +214,7 @@ class Tracer:
             calls=tuple(self.calls),
             glue=self.values.glue,
             regions=self._regions.found,
+            recomputes=self._regions.seen,
             shared=tuple(
                 frozenset(keys)
                 for memory, keys in self._memory.items()

@@ -48,7 +48,7 @@ class Cuts:
     def first(self, state: Hashable, batch: Signature, home: Home) -> None:
         """Begins with the cut that placed the weights."""
         self.memo.learn(self._module, home.cut.trace)
-        step = self._prepared(home.cut, home.stage_to_rank)
+        step = self._prepared(home.cut, home.stage_to_rank, home)
         self._family(state, batch).add(Sample(batch.sizes, home.cut.trace, step))
         self._keep((state, batch), step)
 
@@ -76,7 +76,8 @@ class Cuts:
         if derived is None:
             seen = trace(self.memo if family.is_trusted(batch.sizes) else None)
             cut, placement = lay(seen, home, training=state[1])
-            step = self._prepared(cut, placement, unproven=key if seen.repeated else None)
+            unproven = key if seen.repeated else None
+            step = self._prepared(cut, placement, home, unproven=unproven)
             family.add(Sample(batch.sizes, seen, step))
             return self._keep(key, step)
         like: CutStep = derived.made
@@ -113,7 +114,9 @@ class Cuts:
             self._cuts.popitem(last=False)
         return cut
 
-    def _prepared(self, cut: StepCut, placement: tuple[int, ...], unproven: Any = None) -> CutStep:
+    def _prepared(
+        self, cut: StepCut, placement: tuple[int, ...], home: Home, unproven: Any = None
+    ) -> CutStep:
         prepared = CutStep(
             cut,
             placement,
@@ -129,6 +132,7 @@ class Cuts:
                     self._module,
                     device_type=self._device_type,
                     watch=unproven is not None,
+                    again=home.again,
                 )
         return prepared
 

@@ -58,6 +58,7 @@ class Home:
         held: Parameters of each stage, by their first names.
         stages_of_unit: Stages that hold each unit.
         ownership: What this rank keeps.
+        again: Units that run again for their backward.
     """
 
     cut: StepCut
@@ -66,6 +67,7 @@ class Home:
     held: tuple[frozenset[str], ...]
     stages_of_unit: Mapping[str, frozenset[int]]
     ownership: Ownership
+    again: frozenset[str] = frozenset()
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Positions that hold a parameter, in the order of their stages; none if it was not there

@@ -31,6 +31,8 @@ class Layout:
         schedule: A name, the path of a CSV file, or "auto".
         balance: One of `BALANCES`, or a number of unit calls for each stage.
         split_points: Names of modules after which to cut.
+        activation_checkpointing: Which units run again for their backward: "none", "all", "auto"
+            (as few as fit the memory), every k-th one, or those of some classes.
         split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
         plan: The file's plan that the other values are from, if any.
     """
@@ -41,6 +43,7 @@ class Layout:
     schedule: str = "auto"
     balance: str | tuple[int, ...] = "auto"
     split_points: tuple[str, ...] | None = None
+    activation_checkpointing: str | int | tuple[str, ...] = "auto"
     split_batch: Mapping[str, Rule] = field(default_factory=dict)
     plan: Plan | None = None
 
@@ -72,6 +75,7 @@ class Layout:
                 f"{self.virtual_stages}); give "
                 f"{self.num_stages - 1} names"
             )
+        _check_checkpointing(self.activation_checkpointing)
         check_rules(self.split_batch)
         self._check_schedule()
 
@@ -139,6 +143,16 @@ class Layout:
         )
 
 
+def _check_checkpointing(wanted: object) -> None:
+    names = isinstance(wanted, tuple) and bool(wanted) and all(isinstance(n, str) for n in wanted)
+    number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
+    if wanted not in ("none", "all", "auto") and not names and not number:
+        raise ConfigError(
+            f"activation_checkpointing={wanted!r}: give 'none', 'all', 'auto', a number k (every "
+            "k-th unit) or a list of the names of classes"
+        )
+
+
 def stage_starts(layout: Layout, trace: Trace, profile: Profile, pieces: int) -> tuple[int, ...]:
     """The first unit call of each stage."""
     if layout.num_stages == 1:
@@ -184,9 +198,21 @@ def _check_units(layout: Layout, trace: Trace) -> None:
 
 
 def predict_step(
-    layout: Layout, profile: Profile, starts: tuple[int, ...], pieces: int
+    layout: Layout,
+    profile: Profile,
+    starts: tuple[int, ...],
+    pieces: int,
+    again: frozenset[int] = frozenset(),
 ) -> Prediction | None:
-    """What a step will take: as the plan's file says, or from FLOPs and the trace."""
+    """What a step will take: as the plan's file says, or from FLOPs and the trace.
+
+    Args:
+        layout: What was asked for.
+        profile: The model.
+        starts: First call of each stage.
+        pieces: Micro-batches.
+        again: Calls that run again for their backward.
+    """
     if layout.plan is not None and layout.plan.prediction is not None:
         return layout.plan.prediction
     if not any(unit.flops for unit in profile.units):
@@ -194,7 +220,7 @@ def predict_step(
     counts = tuple(end - start for start, end in ranges(starts, len(profile.units)))
     request = replace(_request(layout, profile, pieces), balance=counts, split_points=None)
     candidate = Candidate(
-        layout.num_ranks, layout.virtual_stages, pieces, layout.schedule_name(pieces)
+        layout.num_ranks, layout.virtual_stages, pieces, layout.schedule_name(pieces), again
     )
     priced = profile.with_flops_per_s(1.0)
     return predict(try_one(priced, request, candidate, strict=False), request)
@@ -205,10 +231,12 @@ def make_plan(
     trace: Trace,
     cut: StepCut,
     held: Sequence[frozenset[str]],
+    profile: Profile,
     *,
     sizes: Mapping[str, tuple[int, int]],
     num_microbatches: int,
     prediction: Prediction | None = None,
+    again: frozenset[int] = frozenset(),
 ) -> Plan:
     """Describes a cut.
 
@@ -217,15 +245,18 @@ def make_plan(
         trace: The traced step.
         cut: The cut of it.
         held: The parameters of each stage.
+        profile: The trace, as the planner reads it.
         sizes: For each parameter its number of elements and of bytes.
         num_microbatches: Pieces of the first batch.
         prediction: What a step is expected to take.
+        again: Calls that run again for their backward.
     """
     schedule = layout.make(num_microbatches)
     idle_fraction = ideal_bubble_fraction(schedule)
     stages = []
     for stage in range(cut.num_stages):
-        calls = [trace.calls[i] for i in cut.calls_of(stage)]
+        indices = cut.calls_of(stage)
+        calls = [trace.calls[i] for i in indices]
         replicated = sorted(
             name for name in held[stage] if any(name in h for s, h in enumerate(held) if s != stage)
         )
@@ -240,9 +271,14 @@ def make_plan(
                 parameters=sum(sizes[name][0] for name in held[stage]),
                 parameter_bytes=sum(sizes[name][1] for name in held[stage]),
                 flops=sum(call.flops for call in calls),
-                activation_bytes=sum(call.activation_bytes for call in calls),
+                activation_bytes=profile.held_bytes(
+                    indices[0], indices[-1] + 1, checkpointing=again
+                )
+                if calls
+                else 0,
                 boundary_bytes=sum(trace.meta(key).wire_bytes for key in outgoing),
                 replicated_parameters=tuple(replicated),
+                units_run_again=len(again & set(indices)),
             )
         )
     balance = layout.balance if isinstance(layout.balance, str) else "counts"
@@ -261,6 +297,7 @@ def make_plan(
             *_shared_buffers(trace, cut),
             *_few_microbatches(layout, schedule, idle_fraction),
         ),
+        checkpointing=bool(again),
         prediction=prediction,
     )
 

@@ -15,7 +15,13 @@ from lightning_pipe.planning.plan import Plan
 __all__ = ["read_plan", "with_plan"]
 
 # What the strategy's arguments are when nobody gives them; None stands for "auto".
-_FREE = {"num_microbatches": None, "schedule": "auto", "virtual_stages": 1, "balance": "auto"}
+_FREE = {
+    "num_microbatches": None,
+    "schedule": "auto",
+    "virtual_stages": 1,
+    "balance": "auto",
+    "activation_checkpointing": "auto",
+}
 
 
 def read_plan(plan: str | os.PathLike[str] | Mapping[str, Any] | Plan) -> Plan:
@@ -56,6 +62,7 @@ def with_plan(
         "schedule": plan.schedule_name,
         "virtual_stages": plan.virtual_stages,
         "balance": plan.unit_counts,
+        "activation_checkpointing": "all" if plan.checkpointing else "none",
     }
     given = {"pipeline_parallel_size": num_ranks, **{name: arguments[name] for name in _FREE}}
     wanted = {"pipeline_parallel_size": plan.num_ranks, **decided}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipe.activations import units_to_run_again
 from lightning_pipe.cuts import Cuts
 from lightning_pipe.errors import CutError
 from lightning_pipe.gradients import GradientStash
@@ -34,9 +35,11 @@ from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.schedules import forward_only
 from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
+from lightning_pipe.runtime.accelerator import total_memory
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.split.again import can_run_again
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.copies import copied_names, find_copies
@@ -155,16 +158,30 @@ class Pipeline:
             for name, p in self.module.named_parameters()
         }
         starts = tuple(cut.first_call(stage) for stage in range(cut.num_stages))
+        again = units_to_run_again(
+            self.layout,
+            self.module,
+            cut,
+            profile,
+            self.layout.make(len(pieces.batches)),
+            total_memory(self.device) // self._sharers,
+        )
+        calls = frozenset(
+            c.index for c in trace.calls if c.unit in again and can_run_again(trace, c)
+        )
+        count = len(pieces.batches)
         self._plan = make_plan(
             self.layout,
             trace,
             cut,
             held,
+            profile,
             sizes=sizes,
-            num_microbatches=len(pieces.batches),
-            prediction=predict_step(self.layout, profile, starts, len(pieces.batches))
+            num_microbatches=count,
+            prediction=predict_step(self.layout, profile, starts, count, calls)
             if training and trace.calls
             else None,
+            again=calls,
         )
         self._home = Home(
             cut,
@@ -173,10 +190,16 @@ class Pipeline:
             held,
             {unit: frozenset(stages) for unit, stages in units.items()},
             ownership,
+            again,
         )
         ownership.drop_foreign(self.device)
         state = self._state_key(name, training=training)
         self._cuts.first(state, signature(piece), self._home)
+
+    @property
+    def _sharers(self) -> int:
+        """Ranks that share the memory of a device: on the CPU, all of this machine."""
+        return self.ranks.num_positions if self.device.type == "cpu" else 1
 
     def _profile(self, trace: Trace, rows: int, *, training: bool) -> Profile:
         """What the planner is told, with the state of the optimizer that trains."""

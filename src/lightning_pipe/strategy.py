@@ -102,6 +102,9 @@ class PipelineStrategy(PipelineProcesses):
         split_batch: How values of the batch are split where rows along dimension 0 are the wrong
             guess, by key: "replicate" (or None) gives the value whole to every micro-batch, "list"
             splits a list item by item, a number names the dimension of the rows.
+        activation_checkpointing: Which units keep their inputs only and run again for the backward:
+            "auto" (as few as fit the memory of the device), "none", "all", a number k (every k-th
+            unit), or the names of classes.
         plan: A file that `lightning-pipe plan` wrote; it decides stages, micro-batches, schedule
             and cuts.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
@@ -139,6 +142,7 @@ class PipelineStrategy(PipelineProcesses):
         balance: str | list[int] = "auto",
         split_points: list[str] | None = None,
         split_batch: dict[str, int | str | None] | None = None,
+        activation_checkpointing: str | int | list[str] = "auto",
         plan: str | None = None,
         restore_model: str = "auto",
         share_predictions: bool = False,
@@ -154,6 +158,9 @@ class PipelineStrategy(PipelineProcesses):
             "balance": balance if isinstance(balance, str) else tuple(balance),
             "split_points": None if split_points is None else tuple(split_points),
             "split_batch": dict(split_batch or {}),
+            "activation_checkpointing": tuple(activation_checkpointing)
+            if isinstance(activation_checkpointing, (list, tuple))
+            else activation_checkpointing,
         }
         if plan is not None:
             num_ranks, arguments = with_plan(read_plan(plan), num_ranks, arguments)
@@ -256,7 +263,11 @@ class PipelineStrategy(PipelineProcesses):
     def _passes_through(self) -> bool:
         """Whether there is nothing to pipeline: one rank, one stage, no micro-batches asked for."""
         layout = self._pipeline_layout
-        return layout.num_stages == 1 and layout.num_microbatches is None
+        return (
+            layout.num_stages == 1
+            and layout.num_microbatches is None
+            and layout.activation_checkpointing in ("auto", "none")
+        )
 
     @override
     def optimizer_step(

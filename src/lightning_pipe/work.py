@@ -182,5 +182,8 @@ class StageOfStep:
     def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
         return self._step.cuts[microbatch].programs[self._stage].outputs
 
+    def recomputes(self, microbatch: int) -> bool:
+        return self._step.cuts[microbatch].programs[self._stage].recomputes
+
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._step.run(self._stage, microbatch, received)

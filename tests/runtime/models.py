@@ -186,6 +186,9 @@ class Stage:
     def outputs(self, microbatch):
         return () if self.is_last else tuple(self.specs[microbatch][n] for n in self.boundaries[1])
 
+    def recomputes(self, microbatch):
+        return False
+
     def forward(self, microbatch, received):
         x = self.microbatches[microbatch]
         values = dict(zip(self.boundaries[0], received, strict=True))

@@ -176,6 +176,9 @@ class Counting(Stage):
         super().__init__(*args)
         self.alive, self.peak = weakref.WeakSet(), 0
 
+    def recomputes(self, microbatch):
+        return False
+
     def forward(self, microbatch, received):
         with self.watched():
             result = super().forward(microbatch, received)
@@ -231,6 +234,9 @@ def test_nothing_is_kept_of_an_evaluation():
 
 
 class Raising(Stage):
+    def recomputes(self, microbatch):
+        return False
+
     def forward(self, microbatch, received):
         if microbatch == 2:
             raise KeyError("the user's own")
@@ -259,6 +265,9 @@ def test_an_exception_keeps_its_type_and_says_where(caplog):
 
 
 class WrongShape(Stage):
+    def recomputes(self, microbatch):
+        return False
+
     def forward(self, microbatch, received):
         return tuple(value[:1] for value in super().forward(microbatch, received))
 
@@ -311,6 +320,9 @@ class Typed:
 
     def outputs(self, microbatch):
         return () if self.last else self.specs()
+
+    def recomputes(self, microbatch):
+        return False
 
     def forward(self, microbatch, received):
         for mine, other in zip(self.values, received if self.stage else self.values, strict=True):

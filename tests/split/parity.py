@@ -49,6 +49,7 @@ def compare(
     starts: Callable[[int], Sequence[int]] | None = None,
     *,
     glue_values: bool = True,
+    again: bool = False,
 ) -> Parity:
     """Cut ``build()`` into stages, run two micro-batches forward and backward, compare."""
     reference = build()
@@ -80,7 +81,10 @@ def compare(
             trace_step(case.module, case.loss, piece(case.batch, 0), num_stages=num_stages)
         Ownership(case.module, held[stage]).drop_foreign()
         cases.append(case)
-    programs = [StageProgram(cut, s, case.module) for s, case in enumerate(cases)]
+    names = frozenset(trace.unit_names) if again else frozenset()
+    programs = [StageProgram(cut, s, case.module, again=names) for s, case in enumerate(cases)]
+    if again:
+        assert any(program._runs_again for program in programs)
     got = _run(cases, programs)
     return Parity(
         max(abs(a - b) / (abs(a) + 1e-12) for a, b in zip(losses, got, strict=True)),

@@ -23,7 +23,7 @@ from lightning_pipe.planning.memory import (
     smallest_pipeline,
     stage_in_flight,
 )
-from lightning_pipe.planning.profile import Profile, all_reduce_s, ranges
+from lightning_pipe.planning.profile import Again, Profile, all_reduce_s, ranges
 from lightning_pipe.planning.refuse import a_unit_is_too_large, nothing_fits
 from lightning_pipe.planning.schedules import make_schedule
 from lightning_pipe.planning.simulate import simulate
@@ -100,7 +100,7 @@ class Candidate:
     virtual_stages: int
     num_microbatches: int
     schedule_name: str
-    checkpointing: bool = False
+    checkpointing: Again = False
 
     def __str__(self) -> str:
         chunks = f", V={self.virtual_stages}" if self.virtual_stages > 1 else ""
@@ -196,7 +196,7 @@ def _more_ranks(profile: Profile, request: Request, nearest: Candidate) -> Itera
         piece,
         request.cap_bytes or 0,
         headroom_fraction=request.headroom_fraction,
-        checkpointing=nearest.checkpointing,
+        checkpointing=bool(nearest.checkpointing),
     )
     if needed is None and nearest.num_microbatches >= nearest.num_ranks:
         return
@@ -357,7 +357,7 @@ def _gradient_sums(
 
 
 def starts_for(
-    profile: Profile, request: Request, schedule: Schedule, *, checkpointing: bool = False
+    profile: Profile, request: Request, schedule: Schedule, *, checkpointing: Again = False
 ) -> tuple[int, ...]:
     """The cut that the request's balance makes, within the memory if that is possible at all.
 
@@ -491,4 +491,10 @@ def _complexity(candidate: Candidate) -> tuple[float, ...]:
     name = candidate.schedule_name
     order = _SIMPLEST_FIRST.index(name) if name in _SIMPLEST_FIRST else len(_SIMPLEST_FIRST)
     distance = abs(candidate.num_microbatches - GOOD * candidate.num_ranks)
-    return candidate.checkpointing, candidate.num_ranks, order, candidate.virtual_stages, distance
+    return (
+        bool(candidate.checkpointing),
+        candidate.num_ranks,
+        order,
+        candidate.virtual_stages,
+        distance,
+    )

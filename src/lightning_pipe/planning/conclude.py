@@ -40,7 +40,7 @@ def plan_of(found: Search) -> Plan:
         balance=balance,
         ideal_bubble_fraction=ideal_bubble_fraction(chosen.schedule),
         notes=(*found.profile.notes, *explain(found)),
-        checkpointing=chosen.candidate.checkpointing,
+        checkpointing=bool(chosen.candidate.checkpointing),
         prediction=predict(chosen, request),
     )
 
@@ -81,6 +81,7 @@ def _stages(outcome: Outcome) -> tuple[StagePlan, ...]:
                 activation_bytes=entry.activation_bytes,
                 boundary_bytes=0 if end == len(profile.units) else units[-1].output_bytes,
                 replicated_parameters=tuple(sorted(own & others)),
+                units_run_again=len(units) if outcome.candidate.checkpointing else 0,
             )
         )
     return tuple(stages)

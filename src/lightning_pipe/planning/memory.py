@@ -16,7 +16,7 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.ir import Op, Schedule
 from lightning_pipe.planning.limited import PartSize, smallest_peak
 from lightning_pipe.planning.plan import format_bytes, format_count
-from lightning_pipe.planning.profile import Intervals, Profile, ranges
+from lightning_pipe.planning.profile import Again, Intervals, Profile, ranges, runs_again
 
 __all__ = [
     "HEADROOM",
@@ -95,14 +95,15 @@ class Ledger:
         rank_peak_bytes: What each rank holds at its peak, over all its stages.
         cap_bytes: Memory of a device; None if nobody said.
         headroom_fraction: Share of it that stays free.
-        checkpointing: Whether units keep their inputs only and are run again for the backward.
+        checkpointing: Whether units keep their inputs only and are run again for the backward; some
+            do if it is a set.
     """
 
     stages: tuple[StageLedger, ...]
     rank_peak_bytes: tuple[int, ...]
     cap_bytes: int | None = None
     headroom_fraction: float = HEADROOM
-    checkpointing: bool = False
+    checkpointing: Again = False
 
     @property
     def usable_bytes(self) -> float:
@@ -171,7 +172,7 @@ def make_ledger(
     *,
     cap_bytes: int | None = None,
     headroom_fraction: float = HEADROOM,
-    checkpointing: bool = False,
+    checkpointing: Again = False,
 ) -> Ledger:
     """Adds up what a cut makes every stage and rank hold.
 
@@ -181,15 +182,14 @@ def make_ledger(
         schedule: What is run; it decides how many micro-batches are in flight.
         cap_bytes: Memory of a device.
         headroom_fraction: Share of it that stays free.
-        checkpointing: Keep only the inputs of units, and run them again.
+        checkpointing: Keep only the inputs of these units, and run them again.
     """
     flights = stage_in_flight(schedule)
     rank_of = schedule.stage_to_rank
     stages = []
     for stage, (start, end) in enumerate(ranges(starts, len(profile.units))):
         weights = [profile.weights[name] for name in profile.stage_weights(start, end)]
-        units = profile.units[start:end]
-        working = max((unit.saved_bytes for unit in units), default=0) if checkpointing else 0
+        again = [i for i in range(start, end) if runs_again(checkpointing, i)]
         stages.append(
             StageLedger(
                 stage=stage,
@@ -201,7 +201,7 @@ def make_ledger(
                 activation_bytes=profile.held_bytes(start, end, checkpointing=checkpointing),
                 in_flight=flights[stage],
                 boundary_bytes=_boundary_bytes(profile, start, end, flights[stage]),
-                working_bytes=working,
+                working_bytes=max((profile.units[i].saved_bytes for i in again), default=0),
             )
         )
     return Ledger(
@@ -319,7 +319,7 @@ def smallest_pipeline(
     return None
 
 
-def part_sizes(profile: Profile, flights: Sequence[int], *, checkpointing: bool) -> PartSize:
+def part_sizes(profile: Profile, flights: Sequence[int], *, checkpointing: Again) -> PartSize:
     """All that a stage holds at its peak, by its index and its calls.
 
     Args:

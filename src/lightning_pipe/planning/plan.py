@@ -29,6 +29,7 @@ class StagePlan:
         activation_bytes: Held for the backward, per micro-batch.
         boundary_bytes: Sent to the next stage, per micro-batch.
         replicated_parameters: Names of parameters that other stages hold as well (tied weights).
+        units_run_again: Unit calls that keep their inputs only and run again for the backward.
     """
 
     stage: int
@@ -42,6 +43,7 @@ class StagePlan:
     activation_bytes: int
     boundary_bytes: int
     replicated_parameters: tuple[str, ...] = ()
+    units_run_again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Plan:
         balance: What the cut evens out (``"flops"``, ``"parameters"``, ...).
         ideal_bubble_fraction: Idle share of the schedule with equal stages, 0 to 1.
         notes: What the user should know, a sentence each.
-        checkpointing: Whether units keep their inputs only and run again for the backward.
+        checkpointing: Whether any units keep their inputs only and run again for the backward.
         prediction: What a step is expected to take, where that is known.
     """
 
@@ -123,6 +125,9 @@ class Plan:
         total_flops = sum(stage.flops for stage in self.stages)
         rows = [["stage", "rank", "units", "first .. last", "parameters", "weights", "FLOPs"]]
         rows[0] += ["activations", "sends"]
+        again = any(stage.units_run_again for stage in self.stages)
+        if again:
+            rows[0].append("run again")
         for stage in self.stages:
             names = [stage.first_unit, stage.last_unit][: min(stage.num_units, 2)]
             share = f" ({stage.flops / total_flops:.0%})" if total_flops else ""
@@ -137,6 +142,7 @@ class Plan:
                     format_count(stage.flops) + share,
                     format_bytes(stage.activation_bytes),
                     format_bytes(stage.boundary_bytes) if stage.boundary_bytes else "-",
+                    *([str(stage.units_run_again)] if again else []),
                 ]
             )
         return rows
@@ -188,7 +194,13 @@ class Plan:
         return cls(**{**values, **made})
 
 
-_OPTIONAL = {"notes", "replicated_parameters", "checkpointing", "prediction"}
+_OPTIONAL = {
+    "notes",
+    "replicated_parameters",
+    "checkpointing",
+    "prediction",
+    "units_run_again",
+}
 
 
 def format_seconds(seconds: float) -> str:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.costs import CostTable, LinkCosts, StageCosts, UnitCosts
 
-__all__ = ["Profile", "UnitProfile", "Weight", "all_reduce_s", "tensor_parallel"]
+__all__ = ["Again", "Profile", "UnitProfile", "Weight", "all_reduce_s", "tensor_parallel"]
 
 Saved = tuple[tuple[int, int], ...]
 """What is kept for a backward: (number of the storage, bytes)."""
+
+Again = bool | AbstractSet[int]
+"""Which calls keep their inputs only and run again for the backward: all, none, or by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,7 @@ class Profile:
         return names
 
     def stage_costs(
-        self, starts: Sequence[int], *, checkpointing: bool = False
+        self, starts: Sequence[int], *, checkpointing: Again = False
     ) -> tuple[StageCosts, ...]:
         """Sums calls to stages; with checkpointing a backward runs the forward again."""
         ends = [*starts[1:], len(self.units)]
@@ -206,35 +210,38 @@ class Profile:
             for start, end in zip(starts, ends, strict=True)
         )
 
-    def _stage_cost(self, start: int, end: int, checkpointing: bool) -> StageCosts:
+    def _stage_cost(self, start: int, end: int, checkpointing: Again) -> StageCosts:
         units = self.units[start:end]
         forward_s = sum(unit.forward_s for unit in units)
+        again = [i for i in range(start, end) if runs_again(checkpointing, i)]
+        weight_s = sum(unit.weight_s for unit in units)
         is_last = end == len(self.units)
         return StageCosts(
             forward_s=forward_s + self.overhead_s,
             input_s=sum(unit.input_s for unit in units)
             + self.overhead_s
-            + (forward_s if checkpointing else 0.0),
-            weight_s=sum(unit.weight_s for unit in units),
+            + sum(self.units[i].forward_s for i in again)
+            + (weight_s if again else 0.0),  # such a backward is not taken apart
+            weight_s=0.0 if again else weight_s,
             activation_bytes=self.held_bytes(start, end, checkpointing=checkpointing),
             boundary_bytes=0 if is_last else units[-1].output_bytes,
             gradient_bytes=0 if is_last else units[-1].gradient_bytes,
         )
 
-    def held_bytes(self, start: int, end: int, *, checkpointing: bool = False) -> int:
+    def held_bytes(self, start: int, end: int, *, checkpointing: Again = False) -> int:
         """Bytes that calls ``start .. end - 1`` keep of one micro-batch until its backward."""
         held_bytes, stored = 0, set[int]()
         for index in range(start, end):
             held_bytes += self.new_bytes(index, start, stored, checkpointing)
         return held_bytes + self.end_bytes(end, stored)
 
-    def new_bytes(self, index: int, start: int, stored: set[int], checkpointing: bool) -> int:
+    def new_bytes(self, index: int, start: int, stored: set[int], checkpointing: Again) -> int:
         """Bytes that a call adds to those of the calls before it, from ``start`` on."""
         unit = self.units[index]
         held_bytes = 0
         if index and (index > start or not self.units[index - 1].sends_glue):
             held_bytes += _new_bytes(self.units[index - 1].glue_saved, stored)
-        if checkpointing:
+        if runs_again(checkpointing, index):
             return held_bytes + unit.input_bytes
         return held_bytes + _new_bytes(unit.saved, stored)
 
@@ -244,6 +251,11 @@ class Profile:
         if end < len(self.units) and not last.sends_glue:
             return 0
         return sum(num_bytes for number, num_bytes in last.glue_saved if number not in stored)
+
+
+def runs_again(checkpointing: Again, index: int) -> bool:
+    """Whether a call keeps its inputs only."""
+    return checkpointing if isinstance(checkpointing, bool) else index in checkpointing
 
 
 def _matched(names: Sequence[str], measured: Sequence[UnitCosts]) -> list[UnitCosts]:
@@ -282,7 +294,7 @@ def _matched(names: Sequence[str], measured: Sequence[UnitCosts]) -> list[UnitCo
 class Intervals:
     """Bytes of every run of calls, computed as it is asked for; each row in one pass."""
 
-    def __init__(self, profile: Profile, *, checkpointing: bool) -> None:
+    def __init__(self, profile: Profile, *, checkpointing: Again) -> None:
         self._profile = profile
         self._checkpointing = checkpointing
         self._rows: dict[int, list[tuple[int, int, int]]] = {}
@@ -307,7 +319,7 @@ class Intervals:
                     seen.add(name)
                     state_bytes += profile.weights[name].state_bytes
             held_bytes += profile.new_bytes(index, start, stored, self._checkpointing)
-            if self._checkpointing:
+            if runs_again(self._checkpointing, index):
                 working_bytes = max(working_bytes, unit.saved_bytes)
             end_bytes = profile.end_bytes(index + 1, stored)
             row.append((state_bytes, held_bytes + end_bytes, working_bytes))

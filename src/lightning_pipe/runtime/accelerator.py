@@ -104,6 +104,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes that a device has; on the CPU, the machine."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    return int(_module(device).get_device_properties(device).total_memory)
+
+
 def get_rng_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states of torch's generators, of the host and of the device."""
     module = _module(device)

@@ -156,6 +156,10 @@ class StageChunk:
             if full:
                 backward_full(roots, root_grads)
                 found = tuple(leaf.grad for leaf in forwarded.leaves)
+            elif self._work.recomputes(microbatch):  # half a backward would cost a whole forward
+                backward_full(roots, root_grads)
+                found = tuple(leaf.grad for leaf in forwarded.leaves)
+                self._weights[microbatch] = lambda: None
             else:
                 found, self._weights[microbatch] = backward_input(
                     roots, root_grads, forwarded.leaves

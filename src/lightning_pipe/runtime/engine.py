@@ -40,6 +40,9 @@ class StageWork(Protocol):
         came, and what `forward` returns in its place is ignored.
         """
 
+    def recomputes(self, microbatch: int) -> bool:
+        """Whether the backward runs parts of the forward again: it is not taken apart then."""
+
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs the stage on the values of `inputs` and returns those of `outputs`.
 

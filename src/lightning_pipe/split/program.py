@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from lightning_pipe.split._fake import (
     is_fake,
     is_foreign,
 )
+from lightning_pipe.split.again import Again, can_run_again
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
@@ -89,6 +91,7 @@ class StageProgram:
         root: The user's module on this rank.
         device_type: Device whose random generator is keyed beside the CPU's.
         watch: Check all that the stage does against the trace, which was derived and may be wrong.
+        again: Units that keep their inputs only and run again for the backward, where they can.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class StageProgram:
         *,
         device_type: str = "cpu",
         watch: bool = False,
+        again: AbstractSet[str] = frozenset(),
     ) -> None:
         self.stage = stage
         self.watch = watch
@@ -116,6 +120,11 @@ class StageProgram:
         own = cut.calls_of(stage)
         self._last_call = own[-1] if own else self._first_call - 1
         self._has_later_calls = cut.first_call(stage + 1) < len(self._trace.calls)
+        self._wants_again = again
+        self._again = Again(root, cut.trace, device_type, self._generators)
+        self._runs_again = self._calls_to_run_again()
+        #: whether anything here runs again in the backward, so that its halves cost too much
+        self.recomputes = False
         self._units = [(name, root.get_submodule(name)) for name in self._trace.unit_names]
         self._ghosts: dict[ValueKey, Tensor] = {}
         self._needs_mode = cut.num_stages > 1 or bool(self._trace.random_glue)
@@ -174,6 +183,7 @@ class StageProgram:
             with kept, inside_step():
                 return run.execute(step)
         finally:
+            self.recomputes |= run.recomputes
             GHOSTS.tainted.clear()
             if glue is not None:
                 glue.restore()
@@ -185,9 +195,18 @@ class StageProgram:
         other = copy.copy(self)
         other.watch = True
         other._cut, other._trace, other._ghosts = cut, cut.trace, {}
+        other._runs_again = other._calls_to_run_again()
         other.inputs = cut.boundaries[self.stage - 1] if self.stage else ()
         other.outputs = () if self.is_last else cut.boundaries[self.stage]
         return other
+
+    def _calls_to_run_again(self) -> frozenset[int]:
+        calls = (self._trace.calls[i] for i in self._cut.calls_of(self.stage))
+        return frozenset(
+            call.index
+            for call in calls
+            if call.unit in self._wants_again and can_run_again(self._trace, call)
+        )
 
     def ghost(self, key: ValueKey) -> Tensor:
         """Return a fake for a value that this stage does not need."""
@@ -230,6 +249,11 @@ class _Run:
             known=self.trace.regions,
             owns=lambda call: stages[call] == program.stage,
         )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything runs again for the backward."""
+        return bool(self.program._runs_again) or self._regions.recomputes
 
     @property
     def watched_stage(self) -> int | None:
@@ -413,7 +437,11 @@ class _Run:
         self.busy = True
         try:
             with function_mode_off(self.glue):
-                out = original(*args, **kwargs)
+                if call.index in self.program._runs_again:
+                    seed = partial(self.random.at, call.index, 1)
+                    out = self.program._again.run(call.unit, seed, original, *args, **kwargs)
+                else:
+                    out = original(*args, **kwargs)
                 if self.program.watch:
                     check_made(self.trace, call, out, self.program.stage)
         finally:

@@ -44,8 +44,10 @@ class Regions:
         self._owns = owns
         self._open: list[list[int]] = []
         self._count = 0
-        #: whether anything is recomputed, inside of units too
+        #: whether there is any region, inside of units too
         self.seen = False
+        #: whether one runs again for the backward here, and not plainly
+        self.recomputes = False
         #: region to the one unit call in it, None where it has none or several, or draws
         self.found: dict[int, int | None] = {}
 
@@ -71,12 +73,14 @@ class Regions:
         def region(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
             self.seen = True
             if self._busy():
+                self.recomputes = True
                 yield from generator(function, *args, **kwargs)
                 return
             with self._region() as plain:
                 if plain:
                     yield
                 else:
+                    self.recomputes = True
                     yield from generator(function, *args, **kwargs)
 
         class Reentrant:

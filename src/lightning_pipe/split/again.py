@@ -1,0 +1,180 @@
+"""Units that keep only their inputs, and run a second time for their backward.
+
+The second run must be the first one again: it draws the same random numbers, reads buffers and
+attributes as they were, and leaves nothing behind. Chen et al., "Training deep nets with sublinear
+memory cost" (2016); the recomputation itself is ``torch.utils.checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.errors import CutError
+from lightning_pipe.split.patching import attributes
+from lightning_pipe.split.rng import Generator, preserved
+from lightning_pipe.split.trace import Alias, Constant, NewTensor, Trace, UnitCall
+from lightning_pipe.split.tree import tensors
+
+__all__ = ["Again", "can_run_again", "names_of_classes"]
+
+
+class Again:
+    """Runs a unit so that its second run can be the first one again.
+
+    Args:
+        root: The user's module.
+        trace: The step.
+        device_type: Device whose random generator is kept beside the CPU's.
+        generators: Other generators that a unit may draw from.
+    """
+
+    def __init__(
+        self, root: nn.Module, trace: Trace, device_type: str, generators: Sequence[Generator]
+    ) -> None:
+        self.root = root
+        self._trace = trace
+        self._device_type = device_type
+        self._generators = generators
+        self._buffers: dict[str, list[str]] = {}
+
+    def run(
+        self,
+        unit: str,
+        seed: Callable[[], None],
+        function: Callable[..., Any],
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        """Calls a unit.
+
+        Args:
+            unit: Its name.
+            seed: Puts the random generators where they are when the unit starts.
+            function: Its forward.
+            args: Its arguments.
+            kw: Those by keyword.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args, **kw)
+        if unit not in self._buffers:
+            self._buffers[unit] = self._changing_buffers(unit)
+        given = [(tensor, tensor._version) for tensor in tensors((args, kw))]
+        before = [(name, self.root.get_buffer(name).clone()) for name in self._buffers[unit]]
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return nullcontext(), _Second(self, unit, seed, before, given)
+
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the seed of the place is put back instead
+            context_fn=contexts,
+            **kw,
+        )
+
+    def random_preserved(self) -> AbstractContextManager[None]:
+        """Puts the random generators back on exit."""
+        return preserved(self._device_type, self._generators)
+
+    def _changing_buffers(self, unit: str) -> list[str]:
+        """All buffers of the modules that change any: a fake does not show what a kernel writes."""
+        changed = (n for n in self._trace.changed_buffers if n.startswith(f"{unit}."))
+        owners = sorted({name.rpartition(".")[0] for name in changed})
+        return [
+            f"{owner}.{name}"
+            for owner in owners
+            for name, buffer in self.root.get_submodule(owner)._buffers.items()
+            if buffer is not None
+        ]
+
+
+class _Second(AbstractContextManager[None]):
+    """The surroundings of a second run; may be entered again, once per pass over the graph."""
+
+    def __init__(
+        self,
+        again: Again,
+        unit: str,
+        seed: Callable[[], None],
+        before: Sequence[tuple[str, Tensor]],
+        given: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        self._again = again
+        self._unit = unit
+        self._seed = seed
+        self._before = before
+        self._given = given
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        if any(tensor._version != version for tensor, version in self._given):
+            raise CutError(
+                f"unit '{self._unit}' cannot run again for its backward: a tensor that it was "
+                "given was written in place afterwards. Leave its class out of "
+                "activation_checkpointing, or write into a copy"
+            )
+        root = self._again.root
+        silent = [
+            (root, name, lambda *args, **kwargs: None)
+            for name in ("log", "print")
+            if callable(getattr(root, name, None))
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(self._again.random_preserved())
+            stack.enter_context(attributes(silent))
+            for name, value in self._before:
+                owner, _, last = name.rpartition(".")
+                space = root.get_submodule(owner)._buffers
+                stack.callback(space.__setitem__, last, space[last])
+                space[last] = value.clone()
+            self._seed()
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().close()
+
+
+def can_run_again(trace: Trace, call: UnitCall) -> bool:
+    """Whether a second run of a call can be told from the first by nobody.
+
+    A unit that writes into its arguments, or whose arguments are written later, would find them
+    written; one that changes attributes or leaves tensors there would do it twice.
+    """
+    if call.in_checkpoint or not call.unit:
+        return False  # the user's own region runs it again; or it is the whole module
+    inside = f"{call.unit}."
+    if any(f"{module}.".startswith(inside) for module, _ in trace.changed_attributes):
+        return False
+    if trace.written & (call.inputs | call.unit_inputs):
+        return False
+    return all(isinstance(leaf, (NewTensor, Alias, Constant)) for leaf in call.leaves)
+
+
+def names_of_classes(root: nn.Module, units: Collection[str], classes: Collection[str]) -> set[str]:
+    """The units that are of these classes, or inside of a module that is.
+
+    Args:
+        root: The user's module.
+        units: Names of units.
+        classes: Names of classes, with or without their module.
+    """
+    found = set()
+    for unit in units:
+        module: nn.Module = root
+        path = [module]
+        for part in unit.split(".") if unit else ():
+            module = module.get_submodule(part)
+            path.append(module)
+        kinds = {kind for each in path[1:] or path for kind in type(each).__mro__}
+        kinds -= {nn.Module, object}
+        names = {k.__name__ for k in kinds} | {f"{k.__module__}.{k.__qualname__}" for k in kinds}
+        if names & set(classes):
+            found.add(unit)
+    return found

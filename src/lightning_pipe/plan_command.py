@@ -264,6 +264,7 @@ def _request(fit: _Fit, options: Any) -> Request:
         raise ConfigError(f"{num_ranks} stages on {devices} devices: give --devices {num_ranks}")
     virtual_stages = given.get("virtual_stages", 1)
     schedule = given.get("schedule", "auto")
+    asked = {"all": True, "none": False}.get(given.get("activation_checkpointing", "auto"))
     if num_ranks is not None:
         Layout(num_ranks, **{k: v for k, v in given.items() if k != "pipeline_parallel_size"})
     return Request(
@@ -273,7 +274,7 @@ def _request(fit: _Fit, options: Any) -> Request:
         virtual_stages=None if virtual_stages == 1 and schedule == "auto" else virtual_stages,
         num_microbatches=given.get("num_microbatches"),
         schedule=None if schedule == "auto" else schedule,
-        checkpointing={"auto": None, "on": True, "off": False}[options.checkpointing],
+        checkpointing={"auto": asked, "on": True, "off": False}[options.checkpointing],
         balance=given.get("balance", "auto"),
         split_points=given.get("split_points"),
         cap_bytes=None if options.memory is None else parse_bytes(options.memory),

@@ -65,7 +65,7 @@ def test_every_schedule_trains_the_same_with_twice_the_forwards() -> None:
                 torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
         for schedule in ("1f1b", "zero_bubble", "interleaved_1f1b"):
             plain, again = found[f"{schedule} none"][1], found[f"{schedule} all"][1]
-            assert again - plain >= 2 * 4 * 3, schedule  # steps, micro-batches, own blocks
+            assert again - plain >= 2 * 4 * 2, schedule  # steps, micro-batches, own blocks
 
 
 def _one_rank() -> dict[str, Any]:

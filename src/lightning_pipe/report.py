@@ -51,7 +51,7 @@ def run_of(pipeline: Pipeline) -> Run | None:
         pipeline.schedule,
         pipeline.plan,
         asked_microbatches=pipeline.layout.num_microbatches,
-        recomputes=pipeline.home.cut.trace.recomputes,
+        recomputes=pipeline.home.cut.trace.recomputes or bool(pipeline.home.again),
     )
 
 

@@ -252,8 +252,8 @@ def _recomputation(run: Run) -> Verdict | None:
         "recomputation",
         f"Every backward runs its forward again (activation checkpointing), about a quarter of the "
         f"computing time, and the fullest rank holds {run.memory_fraction:.0%} of its device.",
-        "Switch checkpointing off (gradient_checkpointing_disable() of the model), or for some of "
-        "the blocks.",
+        "Switch it off: activation_checkpointing='auto', or, for some of the blocks too, "
+        "gradient_checkpointing_disable() of the model.",
     )
 
 

@@ -206,8 +206,8 @@ def _smaller_activations(
     ways = []
     if saved_bytes >= _WORTH * now_bytes:
         ways.append(
-            f"recomputing them (gradient_checkpointing_enable() of the model, or "
-            f"torch.utils.checkpoint around each block) saves {format_bytes(saved_bytes)}"
+            f"recomputing them (activation_checkpointing='all', or "
+            f"gradient_checkpointing_enable() of the model) saves {format_bytes(saved_bytes)}"
         )
     halved = _halved_bytes(profile, starts, schedule, rank)
     halved_bytes = 0 if halved is None else max(0, now_bytes - halved)

@@ -41,6 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "agreement": {"torch", "lightning", "lightning_utilities"},
     "follow": {"lightning_utilities"},
     "processes": {"torch", "lightning", "typing_extensions"},
+    "construction": {"torch", "lightning", "typing_extensions"},
     "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
     "plan_command": {"torch", "lightning", "yaml"},

@@ -31,7 +31,7 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero as lightning_rank_zero
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -141,6 +141,13 @@ def first_training_batch(trainer: Trainer) -> tuple[bool, Any]:
     if any(not there for there, _ in found):
         return False, None
     return True, pytree.tree_unflatten([batch for _, batch in found], loader._spec)
+
+
+def is_running(strategy: Strategy) -> bool:
+    """Whether a Trainer runs, and not a script around it."""
+    module = strategy._lightning_module
+    trainer = None if module is None else module._trainer
+    return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
 
 def prepare_fit(trainer: Trainer, model: LightningModule, datamodule: Any) -> None:

@@ -86,12 +86,19 @@ class Home:
 
 
 @contextmanager
-def whole_as_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
+def whole_as_fakes(
+    module: nn.Module, device: torch.device, *, is_absent: bool = False
+) -> Iterator[None]:
     """Lets a module that is too large for a device be traced as if it were there.
 
     Buffers move to the device for good; parameters are fakes on it for the length of the trace.
+
+    Args:
+        module: The user's module.
+        device: Where its stages will be.
+        is_absent: Whether weights may not even be on the host.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and not is_absent:
         yield
         return
     for child in module.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ from lightning_pipe.split._fake import is_fake
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place and moves it there when it is complete."""
+
+    def load_mapped(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Loads a checkpoint of which each tensor is read when it is used."""
+        if "://" in str(path) or not zipfile.is_zipfile(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        loaded: dict[str, Any] = torch.load(
+            path, map_location="cpu", weights_only=weights_only, mmap=True
+        )
+        return loaded
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.home import Home
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.split.blueprint import Blueprint
+from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.ownership import parameter_names
 from lightning_pipe.steps import Pipeline
 
@@ -137,14 +140,27 @@ class SpreadModel:
         self._names = {id(p): n for n, p in self._module.named_parameters()}
 
 
-def share_initial_state(module: nn.Module, ranks: Ranks) -> None:
+def share_initial_state(
+    module: nn.Module, ranks: Ranks, blueprint: Blueprint | None = None
+) -> None:
     """Gives every rank the parameters and buffers of the first one, tensor by tensor.
 
-    Equal to what a rank has if the model was built from a seed; scripts need not seed.
+    Equal to what a rank has if the model was built from a seed; scripts need not seed. Weights that
+    a blueprint makes are the same on all ranks already.
+
+    Raises:
+        CutError: The blueprints are not the same.
     """
+    if blueprint is not None and len(set(share.gather_objects(ranks, blueprint.digest) or ())) > 1:
+        raise CutError(
+            "configure_model builds other weights on one rank than on another. Build the same "
+            "model on every rank: nothing in it may depend on the rank, or on random numbers that "
+            "are not torch's and not seeded"
+        )
     seen: set[int] = set()
     for tensor in [*module.parameters(), *module.buffers()]:
-        if id(tensor) not in seen:
+        is_made = blueprint is not None and blueprint.is_cold(tensor)
+        if id(tensor) not in seen and not is_made:
             seen.add(id(tensor))
             received = share.broadcast_object(ranks, tensor.detach(), ranks.first_position)
             if not ranks.is_first:
@@ -288,7 +304,7 @@ def own_optimizer_state(
     """The part of a whole optimizer state that belongs to this rank's parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = {
-        index: entry
+        index: copy_tensors(entry)  # a checkpoint may be a file that is only mapped
         for index, entry in state["state"].items()
         if not isinstance(index, int) or names.get(id(parameters[index]), "") in home.ownership.keep
     }

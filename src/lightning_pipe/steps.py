@@ -42,6 +42,7 @@ from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.again import can_run_again
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
+from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
@@ -105,6 +106,8 @@ class Pipeline:
         self._follows_hooks = follows_hooks
         #: of the run, once they are made: the plan counts their state
         self.optimizers: Sequence[Optimizer] = ()
+        #: of weights that are not there before the first cut
+        self.blueprint: Blueprint | None = None
         self._home: Home | None = None
         self._plan: Plan | None = None
         self._schedules: dict[Any, Schedule] = {}
@@ -127,12 +130,20 @@ class Pipeline:
 
         Raises:
             CutError: The step cannot be cut, or the ranks saw different steps.
+            ConfigError: Weights on the meta device that nothing gives a value.
         """
+        with nullcontext() if self.blueprint is None else self.blueprint.unguarded(self.module):
+            self._cut(name, args, training=training)
+        if self.blueprint is not None:
+            self.blueprint.finish()
+            self.blueprint = None
+
+    def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
         meet(self.ranks, "traces its first step")
         self._check_rules(args[0])
         pieces = self._split(args[0])
         piece = pieces.batches[0]
-        with whole_as_fakes(self.module, self.device):
+        with whole_as_fakes(self.module, self.device, is_absent=self.blueprint is not None):
             try:
                 trace = self._trace(name, piece, args[1:], training=training)
             except Exception:

@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_pipe import _lightning as seam
 from lightning_pipe import _loops
 from lightning_pipe.agreement import agree_while_fitting
+from lightning_pipe.construction import PipelineConstruction
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
 from lightning_pipe.follow import Follow
@@ -51,7 +52,6 @@ from lightning_pipe.planning.doctor import Run
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.timeline import Timeline
-from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.report import Bubble, bubble, gather_bubble, run_of, timeline
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
@@ -81,7 +81,7 @@ _CONTEXTS = {
 _RESTORE = ("auto", "all", "rank_zero", "none")
 
 
-class PipelineStrategy(PipelineProcesses):
+class PipelineStrategy(PipelineConstruction):
     """Trains one model over several devices, each of which holds some of its layers.
 
     Args:
@@ -207,6 +207,7 @@ class PipelineStrategy(PipelineProcesses):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        self._build_absent(self._module)
         if self._passes_through:
             super().setup(trainer)
             return
@@ -219,10 +220,11 @@ class PipelineStrategy(PipelineProcesses):
         if fitting:
             refuse_training(module)
             refuse_tuners(vars(trainer)["callbacks"] if ranks.num_positions > 1 else ())
-        self.model = self.precision_plugin.convert_module(module)
+        with nullcontext() if self._blueprint is None else self._building():
+            self.model = self.precision_plugin.convert_module(module)
         flags = meeting.meet(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         has_hooks = any(flags) and ranks.num_positions > 1
-        share_initial_state(module, ranks)
+        share_initial_state(module, ranks, self._blueprint)
         share_random_state(ranks, self.root_device)
         self._pipeline = Pipeline(
             module,
@@ -233,6 +235,7 @@ class PipelineStrategy(PipelineProcesses):
             seed=share.broadcast_object(ranks, torch.initial_seed(), ranks.first_position),
             follows_hooks=has_hooks,
         )
+        self._pipeline.blueprint = self._blueprint
         self._undo += [_loops.silence_advice(), run_eagerly(module)]
         self._undo.append(extend_device_stats(self.accelerator, self.gather_memory))
         if has_hooks:
@@ -329,6 +332,7 @@ class PipelineStrategy(PipelineProcesses):
         assert self._pipeline is not None
         with self._between.suspended():
             self._spread.cut(name, args, training=training)
+        self._blueprint = None
         self._hooks = Hooks(Parts(self._module, self._pipeline.home, self._own_ranks))
         self.model_to_device()
         self._spread.watch_buffers()
@@ -340,7 +344,8 @@ class PipelineStrategy(PipelineProcesses):
     def model_to_device(self) -> None:
         if self._is_cut:
             move_own(self._module, self.root_device)
-        else:
+            return
+        with nullcontext() if self._blueprint is None else self._building():
             self._module.to(self.root_device)
 
     # ------------------------------------------------------------------ steps
@@ -496,6 +501,8 @@ class PipelineStrategy(PipelineProcesses):
             self._pipeline.tail.release()
         if self._spread is not None and self._is_cut and not self._failed:
             self._spread.restore(self._restore_model, self.num_processes)
+        if not self._failed:
+            self._forget_blueprint()
         if self._hooks is not None:
             self._hooks.parts.release()
             self._hooks = None

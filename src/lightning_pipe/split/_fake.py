@@ -226,6 +226,9 @@ def as_fake(tensor: Tensor) -> Tensor:
     they are."""
     if isinstance(tensor, FakeTensor):
         return tensor
+    if tensor.layout is torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
+        made = empty_fake(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return made.requires_grad_(tensor.requires_grad)  # its data is away
     with _disable_current_modes():
         if _is_hidden_graph(tensor):
             fake: Tensor = GHOSTS.from_tensor(tensor.detach())
@@ -287,6 +290,17 @@ def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 def without_modes() -> AbstractContextManager[Any]:
     """Switch all dispatch modes off, for our own bookkeeping inside a traced region."""
     return _disable_current_modes()
+
+
+def plain_functions() -> AbstractContextManager[Any]:
+    """Switch off what subclasses of tensors do with torch's functions."""
+    off: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return off
+
+
+def num_users(storage: Any) -> int:
+    """Count who has a storage: tensors, and handles such as this one."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def inside_transform() -> bool:
@@ -389,6 +403,8 @@ __all__ = [
     "is_foreign",
     "large_as_fakes",
     "mutated_arguments",
+    "num_users",
+    "plain_functions",
     "popped",
     "quiet_fakes",
     "run_eagerly",

@@ -8,13 +8,16 @@ micro-batch's key and the place: all stages, all schedules and all ``P`` and ``V
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from lightning_pipe.split.tree import tensors
 
 _MASK = (1 << 63) - 1
 
@@ -131,3 +134,58 @@ def preserved(device_type: str = "cpu", generators: Sequence[Generator] = ()) ->
         np.random.set_state(numpy_state)
         for generator, state in zip(generators, states, strict=True):
             _set_state(generator, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Where a generator stood before an operation drew from it.
+
+    Attributes:
+        device: Of the generator.
+        state: Of it.
+    """
+
+    device: torch.device
+    state: torch.Tensor
+
+    @classmethod
+    def before(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Drawn | None:
+        """Note where the generator of an operation stands; None for one that does not draw."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        own = kwargs.get("generator")
+        if own is not None:
+            return cls(own.device, own.get_state())
+        device = next((t.device for t in tensors((args, kwargs))), None)
+        device = torch.device(device or kwargs.get("device") or "cpu")
+        if device.type == "meta":
+            return None
+        return cls(device, _global(device).get_rng_state(*_index(device)))
+
+
+@contextmanager
+def again(drawn: Drawn | None, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let an operation draw what it drew before; yield its keyword arguments."""
+    if drawn is None:
+        yield kwargs
+        return
+    if kwargs.get("generator") is not None:
+        generator = torch.Generator(drawn.device)
+        generator.set_state(drawn.state)
+        yield {**kwargs, "generator": generator}
+        return
+    module, index = _global(drawn.device), _index(drawn.device)
+    now = module.get_rng_state(*index)
+    module.set_rng_state(drawn.state, *index)
+    try:
+        yield kwargs
+    finally:
+        module.set_rng_state(now, *index)
+
+
+def _global(device: torch.device) -> Any:
+    return torch if device.type == "cpu" else getattr(torch, device.type)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "cpu" else (device,)

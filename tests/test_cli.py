@@ -100,7 +100,7 @@ def test_fit_in_two_processes_from_yaml(pool: Callable[..., Any], tmp_path: Path
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
     )
     assert result.returncode == 0, result.stderr
     assert "interleaved_1f1b: 2 ranks x 2 chunks" in " ".join(result.stderr.split())

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def run_python(code: str, *options: str) -> str:
     command = [sys.executable, *options, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
 
 
 def test_exported_names_exist() -> None:

@@ -88,7 +88,7 @@ def _run_script(folder, *arguments, script=SCRIPT):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=500,
     )
 
 

@@ -126,7 +126,7 @@ def test_planning_needs_neither_torch_nor_matplotlib() -> None:
     modules = ["balance", "costs", "ir", "plan", "render", "schedules", "simulate", "timeline"]
     imports = "; ".join(f"import lightning_pipe.planning.{module}" for module in modules)
     check = "import sys; assert not {'torch', 'lightning', 'numpy', 'matplotlib'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True, timeout=240)
 
 
 def test_planning_imports_in_milliseconds() -> None:
@@ -134,7 +134,7 @@ def test_planning_imports_in_milliseconds() -> None:
     code = clock + "print(time.process_time() - t)"
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+            [sys.executable, "-c", code], check=True, timeout=240, capture_output=True, text=True
         )
         for _ in range(3)
     ]

@@ -39,11 +39,9 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from tests.helpers import _main
 _main()
 """
-PATIENCE = (
-    3  # a limit is for a hang, and a busy machine is none: limits of tests are so much longer
-)
-GRACE_S = 10.0  # how long the other ranks may take to end once one rank has failed
-START_S = 120.0  # how long a worker may take to import torch
+PATIENCE = 3  # limits are against hangs, and a busy machine is none: they are so much longer
+GRACE_S = 30.0  # how long the other ranks may take to end once one rank has failed
+START_S = 300.0  # how long a worker may take to import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +265,11 @@ class _Pool:
     def _stacks(self, ranks: list[int]) -> str:
         for rank in ranks:
             os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
-        time.sleep(1.0)
+        files = [Path(self._stack_file(rank)) for rank in ranks]
+        end = time.monotonic() + GRACE_S
+        while not all(file.stat().st_size for file in files) and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(1.0)  # all of its threads
         return "\n".join(f"--- rank {r}\n{Path(self._stack_file(r)).read_text()}" for r in ranks)
 
 

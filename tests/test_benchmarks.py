@@ -13,7 +13,7 @@ import pytest
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     yield importlib.import_module
-    for name in ("models", "host_time", "shapes"):
+    for name in ("models", "host_time", "shapes", "monitoring_example"):
         sys.modules.pop(name, None)
 
 
@@ -24,3 +24,15 @@ def test_new_lengths_cost_one_trace_and_every_stage_is_measured(benchmark):
     found = benchmark("host_time").measure(3, 2, 2)
     assert [stage["ghost_calls"] for stage in found["stages"]] == [0, 3]
     assert all(stage["host_ms"] > 0 < stage["units_ms"] for stage in found["stages"])
+
+
+def test_twice_the_micro_batches_with_the_linear_rule_follow_the_reference(benchmark):
+    example = benchmark("monitoring_example")
+    samples, batch = 2560, 4 * example.ROWS
+    reference = example.averaged(example.learn(4, None, samples), batch)
+    assert reference[-1] < reference[0] / 5
+    gaps = {}
+    for name, rule in (("as it was", None), ("linear", batch)):
+        losses = example.averaged(example.learn(8, rule, samples), 2 * batch)
+        gaps[name] = max(abs(b - a) / a for a, b in zip(reference, losses, strict=True))
+    assert gaps["linear"] < 0.05 < 0.4 < gaps["as it was"]

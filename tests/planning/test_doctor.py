@@ -88,7 +88,7 @@ def test_a_better_cut_is_written_out() -> None:
     # units of 0.5 and of 1.5: six of the first kind and ... 2 + 1.5 against 4.5
     assert "balance=[5, 3] (units per stage, now [4, 4]): about 25% less" in verdict.advice
     alone = diagnose(found, replace(Run.of(schedule), unit_counts=(4, 1)))
-    assert "No list of units per stage is better" in alone.advice
+    assert "No other number of units per stage is clearly better (now [4, 1])" in alone.advice
 
 
 def test_a_batch_with_too_few_rows_is_said_in_place_of_more_microbatches() -> None:

@@ -52,6 +52,22 @@ def test_attention_is_never_opened() -> None:
     assert "attention" in find_units(module, 4)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_trace_says_whether_anything_is_recomputed(reentrant: bool, inside: bool) -> None:
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+
+    class Again(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return again(super().forward, x)  # type: ignore[no-any-return]
+
+    block = Again if inside else nn.Linear
+    blocks = [block(16, 16) for _ in range(4)]
+    module = Stack(blocks, lambda b, h: h + (b(h) if inside else again(b, h)))
+    assert trace(module).recomputes
+    assert not trace(stack()).recomputes
+
+
 def test_costs_of_a_call_are_counted() -> None:
     call = trace(stack()).calls[1]
     assert (call.unit, call.parameters, call.parameter_bytes) == ("blocks.0", 272, 1088)

@@ -285,10 +285,10 @@ def _better_cut(times: Sequence[float], counts: Sequence[int], slowest: int) -> 
     parts = ranges(partition(units, len(counts)), len(units))
     better = [end - start for start, end in parts]
     heaviest = max(sum(units[start:end]) for start, end in parts)
-    if better == list(counts) or heaviest >= times[slowest]:
+    if heaviest > (1 - _IDLE) * times[slowest]:
         return (
-            f"No list of units per stage is better, as stage {slowest} has {counts[slowest]}: make "
-            "its layers of smaller modules, or its work smaller."
+            f"No other number of units per stage is clearly better (now {list(counts)}): make the "
+            f"layers of stage {slowest} of smaller modules, or its work smaller."
         )
     return (
         f"Give balance={better} (units per stage, now {list(counts)}): about "

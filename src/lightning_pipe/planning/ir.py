@@ -169,6 +169,14 @@ class Schedule:
         Raises:
             ScheduleError: The schedule deadlocks; what was yielded until then is what ran.
         """
+        return ((rank, step, action) for rank, step, action, _, _ in self.walk())
+
+    def walk(self) -> Iterator[tuple[int, int, Action, int | None, int | None]]:
+        """As ``execution``, with what each action ``needs`` and ``makes``.
+
+        Raises:
+            ScheduleError: The schedule deadlocks.
+        """
         done: set[int | None] = {None}
         waiting: dict[int | None, list[int]] = defaultdict(list)
         steps = [0] * self.num_ranks
@@ -183,8 +191,8 @@ class Schedule:
                     if needed not in done:
                         waiting[needed].append(rank)
                         break
-                    yield rank, step, action
                     made = self.makes(action)
+                    yield rank, step, action, needed, made
                     done.add(made)
                     if made in waiting:
                         runnable += waiting.pop(made)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.costs import LinkCosts, StageCosts
-from lightning_pipe.planning.ir import Action, Op, Schedule
+from lightning_pipe.planning.ir import Op, Schedule
 from lightning_pipe.planning.timeline import Span, Timeline
 
 __all__ = [
@@ -24,6 +24,10 @@ __all__ = [
     "peak_activation_bytes",
     "simulate",
 ]
+
+_FORWARD, _WEIGHT = Op.FORWARD, Op.WEIGHT  # looked up for each action
+_Route = tuple[tuple[int, int], float, float] | None
+"""The two ranks, seconds for which the link is taken, seconds until the values are there."""
 
 Links = LinkCosts | Callable[[int, int], LinkCosts]
 """One link between all ranks, or the link from one rank to another: (source, target) -> costs."""
@@ -63,23 +67,31 @@ def simulate(
             f"{schedule.name}: costs of {len(costs)} stages for a schedule of "
             f"{schedule.num_stages}; give one entry per stage"
         )
-    network = _Network(schedule.stage_to_rank, costs, link if link is not None else LinkCosts())
+    ahead, back = _routes(schedule, costs, link)
     duration_s = [_durations(stage) for stage in costs]
     free_s = [0.0] * schedule.num_ranks
-    arrival_s: dict[int, float] = {}
+    arrival_s: dict[int | None, float] = {None: 0.0}
+    taken_s: dict[tuple[int, int], float] = {}
     spans = []
-    for rank, _, action in schedule.execution():
-        # W follows its own I in the order of the rank; what I sent away does not hold it up
-        needed = None if action.op is Op.WEIGHT else schedule.needs(action)
+    for rank, _, action, needed, made in schedule.walk():
+        op, stage = action.op, action.stage
         start_s = free_s[rank]
-        if needed is not None and arrival_s[needed] > start_s:
+        # W follows its own I in the order of the rank; what I sent away does not hold it up
+        if op is not _WEIGHT and arrival_s[needed] > start_s:
             start_s = arrival_s[needed]
-        end_s = start_s + duration_s[action.stage][action.op]
-        free_s[rank] = end_s
+        end_s = free_s[rank] = start_s + duration_s[stage][op]
         spans.append(Span(rank, action, start_s, end_s))
-        made = schedule.makes(action)
-        if made is not None:
-            arrival_s[made] = network.send(rank, action, end_s)
+        if made is None:
+            continue
+        route = ahead[stage] if op is _FORWARD else back[stage]
+        if route is not None:
+            link_of, busy_s, transfer_s = route
+            leave_s = taken_s.get(link_of, 0.0)
+            if end_s > leave_s:
+                leave_s = end_s
+            taken_s[link_of] = leave_s + busy_s
+            end_s = leave_s + transfer_s
+        arrival_s[made] = end_s
     spans.sort(key=lambda span: span.rank)  # stable: each rank stays in its order
     ends_s = [a + b for a, b in zip(free_s, after_s or [0.0] * len(free_s), strict=True)]
     return Timeline(tuple(spans), schedule.num_ranks, max(ends_s, default=0.0))
@@ -201,33 +213,25 @@ def held_over_time(
     return tuple(held)
 
 
-class _Network:
-    """The links between ranks during one simulation; remembers until when each is taken."""
+def _routes(
+    schedule: Schedule, costs: Sequence[StageCosts], link: Links | None
+) -> tuple[list[_Route], list[_Route]]:
+    """Where each stage's outputs and gradients go, and what that takes."""
+    rank_of = schedule.stage_to_rank
+    last = len(rank_of) - 1
 
-    def __init__(self, rank_of: Sequence[int], costs: Sequence[StageCosts], link: Links) -> None:
-        self._rank_of = rank_of
-        self._costs = costs
-        self._link = link
-        self._taken_s: dict[tuple[int, int], float] = {}
+    def route(stage: int, neighbour: int, num_bytes: int) -> _Route:
+        pair = rank_of[stage], rank_of[neighbour]
+        if link is None or pair[0] == pair[1]:
+            return None
+        costs_of = link if isinstance(link, LinkCosts) else link(*pair)
+        return pair, num_bytes / costs_of.bytes_per_s, costs_of.transfer_s(num_bytes)
 
-    def send(self, source: int, action: Action, end_s: float) -> float:
-        """When the result of an action that ends at ``end_s`` is where it is needed."""
-        forward = action.op is Op.FORWARD
-        neighbour = action.stage + (1 if forward else -1)
-        if not 0 <= neighbour < len(self._rank_of):
-            return end_s
-        target = self._rank_of[neighbour]
-        if target == source:
-            return end_s
-        link = self._link if isinstance(self._link, LinkCosts) else self._link(source, target)
-        num_bytes = (
-            self._costs[action.stage].boundary_bytes
-            if forward
-            else self._costs[neighbour].returned_bytes
-        )
-        leave_s = max(end_s, self._taken_s.get((source, target), 0.0))
-        self._taken_s[source, target] = leave_s + num_bytes / link.bytes_per_s
-        return leave_s + link.transfer_s(num_bytes)
+    ahead = [route(stage, stage + 1, costs[stage].boundary_bytes) for stage in range(last)]
+    back: list[_Route] = [None] * last
+    if schedule.has_backward:
+        back = [route(stage + 1, stage, costs[stage].returned_bytes) for stage in range(last)]
+    return [*ahead, None], [None, *back]
 
 
 def _durations(stage: StageCosts) -> dict[Op, float]:

@@ -22,6 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "_loops": {"lightning"},
     "layout": set(),
     "planfile": {"yaml"},
+    "decide": set(),
     "activations": {"torch"},
     "home": {"torch"},
     "cuts": {"torch"},

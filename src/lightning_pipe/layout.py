@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
 from lightning_pipe.planning.choose import BALANCES, Candidate, Request, starts_for, try_one
 from lightning_pipe.planning.conclude import predict
+from lightning_pipe.planning.costs import CostTable
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan, Prediction, StagePlan
 from lightning_pipe.planning.profile import Profile, ranges
@@ -35,6 +36,8 @@ class Layout:
             (as few as fit the memory), every k-th one, or those of some classes.
         split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
         plan: The file's plan that the other values are from, if any.
+        costs: Measured costs of the units, if any.
+        chunks_are_free: Whether V is decided on the traced step (:mod:`lightning_pipe.decide`).
     """
 
     num_ranks: int
@@ -46,6 +49,8 @@ class Layout:
     activation_checkpointing: str | int | tuple[str, ...] = "auto"
     split_batch: Mapping[str, Rule] = field(default_factory=dict)
     plan: Plan | None = None
+    costs: CostTable | None = None
+    chunks_are_free: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "virtual_stages", "num_microbatches"):
@@ -134,6 +139,8 @@ class Layout:
                 f"schedule={name!r}: unknown; give 'auto', the path of a .csv file, or one of "
                 f"{', '.join(sorted(SCHEDULES))}"
             )
+        if self.chunks_are_free:
+            return
         num_microbatches = self.num_microbatches or 4 * self.num_ranks
         validate_user(
             self.schedule_name(num_microbatches),
@@ -160,7 +167,7 @@ def stage_starts(layout: Layout, trace: Trace, profile: Profile, pieces: int) ->
     if len(trace.calls) < layout.num_stages:
         raise PlanError(_too_few_units(layout, trace))
     _check_units(layout, trace)
-    priced = profile.with_flops_per_s(1.0)
+    priced = profile if profile.measured_on else profile.with_flops_per_s(1.0)
     return starts_for(priced, _request(layout, profile, pieces), layout.make(pieces))
 
 
@@ -222,7 +229,7 @@ def predict_step(
     candidate = Candidate(
         layout.num_ranks, layout.virtual_stages, pieces, layout.schedule_name(pieces), again
     )
-    priced = profile.with_flops_per_s(1.0)
+    priced = profile if profile.measured_on else profile.with_flops_per_s(1.0)
     return predict(try_one(priced, request, candidate, strict=False), request)
 
 
@@ -237,6 +244,7 @@ def make_plan(
     num_microbatches: int,
     prediction: Prediction | None = None,
     again: frozenset[int] = frozenset(),
+    reasons: Sequence[str] = (),
 ) -> Plan:
     """Describes a cut.
 
@@ -250,6 +258,7 @@ def make_plan(
         num_microbatches: Pieces of the first batch.
         prediction: What a step is expected to take.
         again: Calls that run again for their backward.
+        reasons: Why it was decided so.
     """
     schedule = layout.make(num_microbatches)
     idle_fraction = ideal_bubble_fraction(schedule)
@@ -294,6 +303,7 @@ def make_plan(
         ideal_bubble_fraction=idle_fraction,
         notes=(
             *trace.notes,
+            *reasons,
             *_shared_buffers(trace, cut),
             *_few_microbatches(layout, schedule, idle_fraction),
         ),

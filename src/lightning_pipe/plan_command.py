@@ -24,9 +24,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.layout import Layout
+from lightning_pipe.planfile import read_costs
 from lightning_pipe.planning.choose import Request, Search, search
 from lightning_pipe.planning.conclude import plan_of
-from lightning_pipe.planning.costs import CostTable, LinkCosts
+from lightning_pipe.planning.costs import (
+    GUESSED_FLOPS_PER_S,
+    GUESSED_LINK,
+    CostTable,
+    LinkCosts,
+)
 from lightning_pipe.planning.memory import (
     HEADROOM,
     Ledger,
@@ -48,8 +54,6 @@ from lightning_pipe.split.rows import count_rows, split_batch
 __all__ = ["plan"]
 
 # What stands for a device of which nothing is known but that it is a current one.
-_FLOPS_PER_S = 1e14
-_LINK = LinkCosts(latency_s=1e-5, bytes_per_s=5e10)
 _NODE_LINK = LinkCosts(latency_s=2e-5, bytes_per_s=1.2e10)
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
@@ -99,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--flops-per-s",
         type=float,
-        default=_FLOPS_PER_S,
+        default=GUESSED_FLOPS_PER_S,
         help="of a device, if nothing is measured",
     )
     add("--measure", metavar="DEVICE", help="time each unit on this device, such as cpu or cuda:0")
@@ -243,7 +247,10 @@ def _search(fit: _Fit, options: Any) -> tuple[Search, CostTable | None]:
 
 def _table(fit: _Fit, options: Any, num_stages: int, num_microbatches: int) -> CostTable | None:
     if options.costs:
-        return CostTable.from_json(Path(options.costs).read_text())
+        return read_costs(options.costs)
+    if fit.arguments.get("costs") is not None:
+        table: CostTable = fit.arguments["costs"]
+        return table
     if options.measure:
         return fit.measure(num_stages, num_microbatches, torch.device(options.measure))
     return None
@@ -264,6 +271,7 @@ def _request(fit: _Fit, options: Any) -> Request:
         raise ConfigError(f"{num_ranks} stages on {devices} devices: give --devices {num_ranks}")
     virtual_stages = given.get("virtual_stages", 1)
     schedule = given.get("schedule", "auto")
+    open_chunks = given.get("chunks_are_free") or (virtual_stages == 1 and schedule == "auto")
     asked = {"all": True, "none": False}.get(given.get("activation_checkpointing", "auto"))
     if num_ranks is not None:
         Layout(num_ranks, **{k: v for k, v in given.items() if k != "pipeline_parallel_size"})
@@ -271,7 +279,7 @@ def _request(fit: _Fit, options: Any) -> Request:
         rows=fit.rows,
         devices=devices,
         num_ranks=num_ranks,
-        virtual_stages=None if virtual_stages == 1 and schedule == "auto" else virtual_stages,
+        virtual_stages=None if open_chunks else virtual_stages,
         num_microbatches=given.get("num_microbatches"),
         schedule=None if schedule == "auto" else schedule,
         checkpointing={"auto": asked, "on": True, "off": False}[options.checkpointing],
@@ -281,7 +289,7 @@ def _request(fit: _Fit, options: Any) -> Request:
         headroom_fraction=options.headroom,
         topology=Topology(
             options.devices_per_node,
-            _link(options.link, _LINK),
+            _link(options.link, GUESSED_LINK),
             _link(options.node_link, _NODE_LINK) if options.devices_per_node else None,
         ),
         copies=options.copies,

@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.planning.costs import CostTable
 from lightning_pipe.planning.plan import Plan
 
-__all__ = ["read_plan", "with_plan"]
+__all__ = ["read_costs", "read_plan", "with_plan"]
 
 # What the strategy's arguments are when nobody gives them; None stands for "auto".
 _FREE = {
@@ -39,6 +40,18 @@ def read_plan(plan: str | os.PathLike[str] | Mapping[str, Any] | Plan) -> Plan:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PlanError(f"plan={os.fspath(plan)!r} cannot be read: {error}") from error
     return Plan.from_dict(values)
+
+
+def read_costs(path: str | os.PathLike[str]) -> CostTable:
+    """Reads what `lightning-pipe plan --save-costs` wrote.
+
+    Raises:
+        PlanError: It cannot be read, or is no table of costs.
+    """
+    try:
+        return CostTable.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"costs={os.fspath(path)!r} cannot be read: {error}") from error
 
 
 def with_plan(
@@ -74,4 +87,4 @@ def with_plan(
             )
     if arguments.get("split_points") is not None:
         raise ConfigError("split_points beside a plan, which says where to cut: leave one out")
-    return plan.num_ranks, {**arguments, **decided, "plan": plan}
+    return plan.num_ranks, {**arguments, **decided, "chunks_are_free": False, "plan": plan}

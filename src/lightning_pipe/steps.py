@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.activations import units_to_run_again
 from lightning_pipe.cuts import Cuts
+from lightning_pipe.decide import decide
 from lightning_pipe.errors import CutError
 from lightning_pipe.gradients import GradientStash
 from lightning_pipe.home import (
@@ -152,6 +153,8 @@ class Pipeline:
         self._agree(trace)
         profile = self._profile(trace, pieces.rows[0], training=training)
         self.profile = profile if training else None
+        memory = total_memory(self.device) // self._sharers
+        self.layout, reasons = decide(self.layout, profile, len(pieces.batches), memory)
         cut = cut_step(self.layout, trace, profile, len(pieces.batches))
         copies = find_copies(self.module, frozenset().union(*read_by_stages(self.module, cut)))
         held = parameters_of_stages(self.module, cut)
@@ -175,7 +178,7 @@ class Pipeline:
             cut,
             profile,
             self.layout.make(len(pieces.batches)),
-            total_memory(self.device) // self._sharers,
+            memory,
         )
         calls = frozenset(
             c.index for c in trace.calls if c.unit in again and can_run_again(trace, c)
@@ -193,6 +196,7 @@ class Pipeline:
             if training and trace.calls
             else None,
             again=calls,
+            reasons=reasons,
         )
         self._home = Home(
             cut,
@@ -218,7 +222,9 @@ class Pipeline:
         if training:
             for optimizer in self.optimizers:
                 state |= optimizer_state_bytes(self.module, optimizer)
-        return profile_of(self.module, trace, rows=rows, optimizer_bytes=state)
+        found = profile_of(self.module, trace, rows=rows, optimizer_bytes=state)
+        costs = self.layout.costs if training else None
+        return found if costs is None else found.with_costs(costs)
 
     def _trace(
         self,

@@ -46,7 +46,7 @@ from lightning_pipe.manners import (
 )
 from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
-from lightning_pipe.planfile import read_plan, with_plan
+from lightning_pipe.planfile import read_costs, read_plan, with_plan
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.doctor import Run
 from lightning_pipe.planning.ir import Schedule
@@ -95,7 +95,8 @@ class PipelineStrategy(PipelineConstruction):
             the batch has rows.
         schedule: "auto", "gpipe", "1f1b", "interleaved_1f1b", "naive", ... or the path of a CSV
             file.
-        virtual_stages: Chunks of the model on each rank.
+        virtual_stages: Chunks of the model on each rank; "auto" takes more than one where that is
+            simulated to be faster.
         balance: What makes stages equal: "auto", "flops", "parameters", "uniform", or the number of
             units of each stage.
         split_points: Names of modules after which to cut, instead of a balance.
@@ -107,6 +108,8 @@ class PipelineStrategy(PipelineConstruction):
             unit), or the names of classes.
         plan: A file that `lightning-pipe plan` wrote; it decides stages, micro-batches, schedule
             and cuts.
+        costs: A file that `lightning-pipe plan --measure cpu --save-costs FILE` wrote: stages are
+            balanced, and what is "auto" is chosen, by measured times and not by FLOPs.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
             "none", or "auto": all if the host has the memory.
         share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks, and not
@@ -138,12 +141,13 @@ class PipelineStrategy(PipelineConstruction):
         pipeline_parallel_size: Size = "auto",
         num_microbatches: Size = "auto",
         schedule: str = "auto",
-        virtual_stages: int = 1,
+        virtual_stages: Size = 1,
         balance: str | list[int] = "auto",
         split_points: list[str] | None = None,
         split_batch: dict[str, int | str | None] | None = None,
         activation_checkpointing: str | int | list[str] = "auto",
         plan: str | None = None,
+        costs: str | None = None,
         restore_model: str = "auto",
         share_predictions: bool = False,
         process_group_backend: str | None = None,
@@ -152,7 +156,8 @@ class PipelineStrategy(PipelineConstruction):
     ) -> None:
         num_ranks = _number(pipeline_parallel_size)
         arguments = {
-            "virtual_stages": virtual_stages,
+            "virtual_stages": _number(virtual_stages) or 1,
+            "chunks_are_free": virtual_stages == "auto",
             "num_microbatches": _number(num_microbatches),
             "schedule": os.fspath(schedule),
             "balance": balance if isinstance(balance, str) else tuple(balance),
@@ -161,6 +166,7 @@ class PipelineStrategy(PipelineConstruction):
             "activation_checkpointing": tuple(activation_checkpointing)
             if isinstance(activation_checkpointing, (list, tuple))
             else activation_checkpointing,
+            "costs": None if costs is None else read_costs(costs),
         }
         if plan is not None:
             num_ranks, arguments = with_plan(read_plan(plan), num_ranks, arguments)
@@ -575,7 +581,7 @@ class PipelineStrategy(PipelineConstruction):
         self._arguments["num_microbatches"] = number
         self._layout = layout
         if self._pipeline is not None:
-            self._pipeline.layout = layout
+            self._pipeline.layout = replace(self._pipeline.layout, num_microbatches=number)
 
     # ------------------------------------------------------------------ pieces
 

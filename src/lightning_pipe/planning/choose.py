@@ -455,8 +455,8 @@ def unit_work(profile: Profile, balance: str) -> list[float]:
         return [unit.total_s for unit in profile.units]
     if balance == "time":
         raise PlanError(
-            "balance='time' needs measured costs; give the file that `lightning-pipe plan "
-            "--measure` writes, or balance='flops'"
+            "balance='time' needs measured costs: give costs=FILE, which `lightning-pipe plan "
+            "--measure cpu --save-costs FILE` writes, or balance='flops'"
         )
     if balance in ("auto", "flops") and any(unit.flops for unit in profile.units):
         return [float(unit.flops) for unit in profile.units]

@@ -73,6 +73,10 @@ class LinkCosts:
 FREE = LinkCosts()
 """A link that costs nothing."""
 
+GUESSED_FLOPS_PER_S = 1e14
+"""Of a device, and its link to a neighbour, where nothing is measured: a large accelerator's."""
+GUESSED_LINK = LinkCosts(latency_s=1e-5, bytes_per_s=5e10)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:

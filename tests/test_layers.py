@@ -25,6 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "decide": set(),
     "activations": {"torch"},
     "home": {"torch"},
+    "ways": {"torch"},
     "cuts": {"torch"},
     "gradients": {"torch"},
     "data": {"torch", "lightning", "numpy"},

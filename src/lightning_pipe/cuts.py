@@ -23,8 +23,9 @@ from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.shapes import Family, Sample
 from lightning_pipe.split.signature import Signature
 from lightning_pipe.split.trace import Trace
+from lightning_pipe.ways import Ways
 
-_MAX_CUTS = 128
+_MAX_CUTS = 256
 _MAX_FAMILIES = 64
 
 
@@ -48,7 +49,7 @@ class Cuts:
     def first(self, state: Hashable, batch: Signature, home: Home) -> None:
         """Begins with the cut that placed the weights."""
         self.memo.learn(self._module, home.cut.trace)
-        step = self._prepared(home.cut, home.stage_to_rank, home)
+        step = self._prepared(home.cut, home.stage_to_rank, home, restless=home.cut.trace.draws)
         self._family(state, batch).add(Sample(batch.sizes, home.cut.trace, step))
         self._keep((state, batch), step)
 
@@ -58,6 +59,7 @@ class Cuts:
         batch: Signature,
         home: Home,
         trace: Callable[[UnitMemo | None], Trace],
+        ways: Ways,
     ) -> CutStep:
         """The cut for a batch.
 
@@ -66,6 +68,7 @@ class Cuts:
             batch: Signature of the batch.
             home: Where the weights are.
             trace: Traces the step on this batch, with what is remembered of units or without.
+            ways: Whether the step may take another way than it did.
         """
         key = (state, batch)
         if key in self._cuts:
@@ -76,8 +79,13 @@ class Cuts:
         if derived is None:
             seen = trace(self.memo if family.is_trusted(batch.sizes) else None)
             cut, placement = lay(seen, home, training=state[1])
-            unproven = key if seen.repeated else None
-            step = self._prepared(cut, placement, home, unproven=unproven)
+            step = self._prepared(
+                cut,
+                placement,
+                home,
+                unproven=key if seen.repeated else None,
+                restless=ways.are_open(state[:2]),
+            )
             family.add(Sample(batch.sizes, seen, step))
             return self._keep(key, step)
         like: CutStep = derived.made
@@ -85,11 +93,44 @@ class Cuts:
         programs = {stage: program.at(cut) for stage, program in like.programs.items()}
         return self._keep(key, replace(like, cut=cut, programs=programs, unproven=key))
 
+    def along(
+        self,
+        way: Hashable | None,
+        state: tuple[str, bool, Hashable],
+        batch: Signature,
+        home: Home,
+        trace: Callable[..., Trace],
+    ) -> CutStep:
+        """The cut for a micro-batch that takes a way of its own.
+
+        Args:
+            way: Its way; None if only a trace can tell.
+            state: Name of the step, whether it trains, and the state of the module.
+            batch: Signature of the micro-batch.
+            home: Where the weights are.
+            trace: Traces the step on it; takes `memo`.
+        """
+        key: Any = (state, batch, way)
+        if way is not None and key in self._cuts:
+            self._cuts.move_to_end(key)
+            return self._cuts[key]
+        family = self._family(state, batch)
+        seen = trace(memo=self.memo if family.is_trusted(batch.sizes) else None)
+        self.memo.learn(self._module, seen)
+        key = (state, batch, way or seen.digest_text())
+        if key in self._cuts:
+            return self._cuts[key]
+        cut, placement = lay(seen, home, training=state[1], along=True)
+        step = self._prepared(
+            cut, placement, home, unproven=key if seen.repeated else None, way=key[2]
+        )
+        return self._keep(key, step)
+
     def confirm(self, cuts: Iterable[CutStep]) -> None:
         """What was derived has run and was right."""
         for cut in cuts:
             if cut.unproven is not None and self._cuts.get(cut.unproven) is cut:
-                state, batch = cut.unproven
+                state, batch = cut.unproven[:2]
                 self._family(state, batch).confirm()
                 self._cuts[cut.unproven] = cut.confirmed()
 
@@ -97,7 +138,7 @@ class Cuts:
         """What was derived was wrong on one of the ranks: it is traced in full the next time."""
         for key in dict.fromkeys(cut.unproven for cut in cuts if cut.unproven is not None):
             self._cuts.pop(key, None)
-            state, batch = key
+            state, batch = key[:2]
             self._family(state, batch).reject(batch.sizes)
 
     def _family(self, state: Hashable, batch: Signature) -> Family:
@@ -115,7 +156,14 @@ class Cuts:
         return cut
 
     def _prepared(
-        self, cut: StepCut, placement: tuple[int, ...], home: Home, unproven: Any = None
+        self,
+        cut: StepCut,
+        placement: tuple[int, ...],
+        home: Home,
+        *,
+        unproven: Any = None,
+        restless: bool = False,
+        way: Hashable = None,
     ) -> CutStep:
         prepared = CutStep(
             cut,
@@ -123,6 +171,8 @@ class Cuts:
             changing_places(cut.trace),
             buffers_outside(self._module, cut.trace),
             unproven=unproven,
+            restless=restless,
+            way=way,
         )
         for stage, rank in enumerate(placement):
             if rank == self._position:
@@ -131,14 +181,22 @@ class Cuts:
                     stage,
                     self._module,
                     device_type=self._device_type,
-                    watch=unproven is not None,
+                    watch=unproven is not None or restless,
                     again=home.again,
                 )
         return prepared
 
 
-def lay(trace: Trace, home: Home, *, training: bool) -> tuple[StepCut, tuple[int, ...]]:
+def lay(
+    trace: Trace, home: Home, *, training: bool, along: bool = False
+) -> tuple[StepCut, tuple[int, ...]]:
     """Lays a step over the stages that hold its units; returns it and the position of each stage.
+
+    Args:
+        trace: The step.
+        home: Where the weights are.
+        training: Whether it goes backward too.
+        along: Whether it is one of several ways, which should all run on the same stages.
 
     Raises:
         CutError: The units are called in an order that no training schedule runs.
@@ -148,10 +206,11 @@ def lay(trace: Trace, home: Home, *, training: bool) -> tuple[StepCut, tuple[int
         return cut, home.stage_to_rank
     segments = place_like(trace, home.stages_of_unit, num_stages=home.cut.num_stages)
     ranks = home.stage_to_rank
-    if not training:
+    in_order = list(segments.home) == sorted(set(segments.home))
+    if not training and not (along and in_order):
         cut = StepCut(trace, segments.segment_of_call, num_stages=len(segments.home))
         return cut, tuple(ranks[stage] for stage in segments.home)
-    if list(segments.home) != sorted(set(segments.home)):
+    if not in_order:
         raise CutError(
             "this batch takes another way through the model than the first one: its units are "
             f"called in the order of the stages {segments.home}, which no schedule runs. Give "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +31,8 @@ class CutStep:
         watched: Buffers that it might.
         programs: The stages of this rank.
         unproven: Where it is kept, while it is derived and has not been seen to be right.
+        restless: Whether another micro-batch may take another way, which nobody has seen yet.
+        way: What tells this way through the step from others, where ways vary.
     """
 
     cut: StepCut
@@ -39,11 +41,13 @@ class CutStep:
     watched: frozenset[Place] = frozenset()
     programs: dict[int, StageProgram] = field(default_factory=dict)
     unproven: Any = None
+    restless: bool = False
+    way: Hashable = None
 
     def confirmed(self) -> CutStep:
         """The same, which was seen to be right."""
         for program in self.programs.values():
-            program.watch = False
+            program.watch = self.restless
         return replace(self, unproven=None)
 
 
@@ -115,7 +119,7 @@ def whole_as_fakes(
 
 def changing_places(trace: Trace) -> frozenset[Place]:
     """What the code between units was seen to change."""
-    inside = tuple(name + "." for name in trace.unit_names)
+    inside = tuple(name + "." for name in _all_units(trace))
     attributes = {
         (module, name, False)
         for module, name in trace.changed_attributes
@@ -127,13 +131,18 @@ def changing_places(trace: Trace) -> frozenset[Place]:
 
 def buffers_outside(module: nn.Module, trace: Trace) -> frozenset[Place]:
     """Buffers that belong to no unit and no metric."""
-    inside = tuple(name + "." for name in trace.unit_names)
+    inside = tuple(name + "." for name in _all_units(trace))
     return frozenset(
         (owner, name, True)
         for owner, child in module.named_modules()
         if not f"{owner}.".startswith(inside) and not is_metric(child)
         for name in child._buffers
     )
+
+
+def _all_units(trace: Trace) -> tuple[str, ...]:
+    """Units that are called, and those that another draw of random numbers may call."""
+    return (*trace.unit_names, *trace.units) if trace.draws else trace.unit_names
 
 
 def _split(name: str) -> tuple[str, str]:

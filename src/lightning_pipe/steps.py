@@ -7,9 +7,10 @@ loops, hooks and checkpoints are the strategy's.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -49,14 +50,17 @@ from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
 from lightning_pipe.split.patching import find_metrics
+from lightning_pipe.split.paths import Paths
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.program import SKIPPED
-from lightning_pipe.split.rng import generators_of, mix, preserved
+from lightning_pipe.split.rng import Salts, generators_of, mix, preserved
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
 from lightning_pipe.split.saved import KeptBytes
+from lightning_pipe.split.scout import find_way
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail, Traces
+from lightning_pipe.ways import Ways, look_around, more_parameters
 from lightning_pipe.whole import WholeTail
 from lightning_pipe.work import Context, StageOfStep, StepRun, Trial
 
@@ -109,6 +113,7 @@ class Pipeline:
         self.optimizers: Sequence[Optimizer] = ()
         #: of weights that are not there before the first cut
         self.blueprint: Blueprint | None = None
+        self._ways = Ways()
         self._home: Home | None = None
         self._plan: Plan | None = None
         self._schedules: dict[Any, Schedule] = {}
@@ -144,26 +149,24 @@ class Pipeline:
         self._check_rules(args[0])
         pieces = self._split(args[0])
         piece = pieces.batches[0]
-        with whole_as_fakes(self.module, self.device, is_absent=self.blueprint is not None):
-            try:
-                trace = self._trace(name, piece, args[1:], training=training)
-            except Exception:
-                self._agree(None)
-                raise
-        self._agree(trace)
+        paths = self._look(name, piece, args[1:], training=training)
+        trace = paths.best
         profile = self._profile(trace, pieces.rows[0], training=training)
         self.profile = profile if training else None
         memory = total_memory(self.device) // self._sharers
         self.layout, reasons = decide(self.layout, profile, len(pieces.batches), memory)
         cut = cut_step(self.layout, trace, profile, len(pieces.batches))
-        copies = find_copies(self.module, frozenset().union(*read_by_stages(self.module, cut)))
-        held = parameters_of_stages(self.module, cut)
+        units: dict[str, frozenset[int]] = cut.stages_of_units()
+        also: list[frozenset[str]] = []
+        if paths.vary:
+            units = paths.homes(units)
+            also = more_parameters(self.module, paths, units, cut)
+        read = frozenset().union(*read_by_stages(self.module, cut), *also)
+        copies = find_copies(self.module, read)
+        held = parameters_of_stages(self.module, cut, also)
         stage_to_rank = self.layout.stage_to_rank()
         own = [s for s, rank in enumerate(stage_to_rank) if rank == self.ranks.position]
         ownership = Ownership(self.module, frozenset().union(*(held[s] for s in own)))
-        units: dict[str, set[int]] = {}
-        for index, stage in enumerate(cut.stage_of_call):
-            units.setdefault(trace.calls[index].unit, set()).add(stage)
         units |= {name: units[unit] for name, unit in copied_names(units, copies).items()}
         trace.keep_whole |= copied_names(trace.keep_whole, copies).keys()
         trace.open_up |= copied_names(trace.open_up, copies).keys()
@@ -203,13 +206,33 @@ class Pipeline:
             starts,
             stage_to_rank,
             held,
-            {unit: frozenset(stages) for unit, stages in units.items()},
+            units,
             ownership,
             again,
         )
         ownership.drop_foreign(self.device)
-        state = self._state_key(name, training=training)
-        self._cuts.first(state, signature(piece), self._home)
+        self._ways.note((name, training), trace)
+        if paths.vary:
+            self._ways.varies((name, training))
+        else:
+            state = self._state_key(name, training=training)
+            self._cuts.first(state, signature(piece), self._home)
+
+    def _look(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Paths:
+        """Traces the first step, and its other ways if it draws numbers that may decide on them."""
+        try:
+            absent = self.blueprint is not None
+            with whole_as_fakes(self.module, self.device, is_absent=absent):
+                trace = partial(self._trace, name, piece, rest, training=training)
+                first = trace()
+                paths = Paths(first, seen=[first])
+                if first.draws and self.layout.num_stages > 1:
+                    paths = look_around(self.module, first, self._cuts.memo, trace)
+        except Exception:
+            self._agree(None)
+            raise
+        self._agree(paths.digest_text())
+        return paths
 
     @property
     def _sharers(self) -> int:
@@ -234,8 +257,13 @@ class Pipeline:
         *,
         training: bool,
         memo: UnitMemo | None = None,
+        like: Trace | None = None,
+        key: int = 0,
+        salts: Salts | None = None,
     ) -> Trace:
         step = getattr(self.module, name)
+        if self._home is not None:
+            like = self._home.cut.trace
 
         def traced(batch: Any) -> Any:
             value = step(batch, *rest)
@@ -250,13 +278,16 @@ class Pipeline:
                 piece,
                 num_stages=self.layout.num_stages,
                 device_type=self.device.type,
-                like=None if self._home is None else self._home.cut.trace,
+                key=key,
+                salts=salts,
+                like=like,
                 memo=memo,
             )
 
-    def _agree(self, trace: Trace | None) -> None:
-        """Refuses to start if the ranks did not see the same step; None where it raised."""
-        text = None if trace is None else trace.digest_text()
+    def _agree(self, text: str | None) -> None:
+        """Refuses to go on if the ranks did not see the same step; None where it raised."""
+        if text is not None:  # each rank has a device of its own
+            text = re.sub(r"(?<=[a-z]):\d+|, index=\d+", "", text)
         digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()
         digests = share.gather_objects(self.ranks, digest) or []
         if digest is not None and len(set(digests)) > 1:
@@ -279,10 +310,50 @@ class Pipeline:
             except Exception:
                 self._agree(None)
                 raise
-            self._agree(found)
+            self._agree(found.digest_text())
+            self._ways.note(state[:2], found)
             return found
 
-        return self._cuts.get(state, signature(piece), self.home, trace)
+        return self._cuts.get(state, signature(piece), self.home, trace, self._ways)
+
+    def _own_ways(
+        self,
+        state: tuple[str, bool, Any],
+        pieces: Pieces,
+        rest: tuple[Any, ...],
+        key: int,
+        *,
+        training: bool,
+    ) -> list[CutStep]:
+        """The cut of each micro-batch along the way that its random numbers decide on."""
+        cuts: list[CutStep] = []
+        try:
+            for number, piece in enumerate(pieces.batches):
+                trace = partial(
+                    self._trace, state[0], piece, rest, training=training, key=mix(key, number)
+                )
+                way = self._find_way(state[0], piece, rest, mix(key, number), training=training)
+                cuts.append(self._cuts.along(way, state, signature(piece), self.home, trace))
+        except Exception:
+            self._agree(None)
+            raise
+        self._agree(repr([cut.way for cut in cuts]))
+        return cuts
+
+    def _find_way(
+        self, name: str, piece: Any, rest: tuple[Any, ...], key: int, *, training: bool
+    ) -> Hashable | None:
+        step = getattr(self.module, name)
+        with torch.set_grad_enabled(training), self._context(name):
+            return find_way(
+                self.module,
+                self.home.cut.trace,
+                self._cuts.memo,
+                lambda batch: step(batch, *rest),
+                piece,
+                key=key,
+                device_type=self.device.type,
+            )
 
     def _state_key(self, name: str, *, training: bool) -> tuple[str, bool, Any]:
         """What a trace depends on besides its batch: modules in train or eval mode, frozen
@@ -321,6 +392,7 @@ class Pipeline:
             meet(self.ranks, f"runs {name}")
         pieces = self._split(args[0])
         state = self._state_key(name, training=training)
+        key = mix(self._seed, *index)
         step = StepRun(
             self.module,
             self.tail,
@@ -328,17 +400,20 @@ class Pipeline:
             name,
             args[1:],
             pieces,
-            self._cuts_of(state, pieces, args[1:], training=training),
-            mix(self._seed, *index),
+            self._cuts_of(state, pieces, args[1:], key, training=training),
+            key,
             training,
             loss_scale,
         )
-        unproven = [cut for cut in step.cuts if cut.unproven is not None]
+        unproven = [cut for cut in step.cuts if cut.unproven is not None or cut.restless]
         if unproven:
-            step = replace(step, trial=Trial(self.module, self.device))
+            open_to = next((cut.cut.trace.units for cut in unproven if cut.restless), None)
+            step = replace(step, trial=Trial(self.module, self.device, open_to))
         step, stash = self._execute(step)
         if unproven and not self._is_right(step, unproven):
-            again = self._cuts_of(state, pieces, args[1:], training=training)
+            if any(cut.restless for cut in unproven):
+                self._ways.varies(state[:2])
+            again = self._cuts_of(state, pieces, args[1:], key, training=training)
             step, stash = self._execute(replace(step, cuts=again, trial=None))
         if stash is not None:
             self._sum_replicas(stash)
@@ -349,9 +424,21 @@ class Pipeline:
         return traces.output, stash
 
     def _cuts_of(
-        self, state: tuple[str, bool, Any], pieces: Pieces, rest: tuple[Any, ...], *, training: bool
+        self,
+        state: tuple[str, bool, Any],
+        pieces: Pieces,
+        rest: tuple[Any, ...],
+        key: int,
+        *,
+        training: bool,
     ) -> list[CutStep]:
-        return [self._cut_for(state, piece, rest, training=training) for piece in pieces.batches]
+        if not self._ways.vary(state[:2]):
+            cuts = [
+                self._cut_for(state, piece, rest, training=training) for piece in pieces.batches
+            ]
+            if not self._ways.vary(state[:2]):  # which the traces may have shown
+                return cuts
+        return self._own_ways(state, pieces, rest, key, training=training)
 
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""

@@ -97,7 +97,7 @@ class WholeTail:
         known = self._steps.setdefault(name, _Known())
         if known.is_off or len(rows) == 1 or not (known.checks or known.replays):
             return None
-        if any(cut.cut.trace.random_glue for cut in cuts):
+        if any(cut.cut.trace.random_glue or cut.cut.trace.draws for cut in cuts):
             return None  # it would draw other numbers
         keys = {self._boundary(cut, size) for cut, size in zip(cuts, rows, strict=True)}
         boundary = next(iter(keys))

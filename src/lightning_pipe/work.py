@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from lightning_pipe.split.program import SKIPPED, StepResult
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.saved import KeptBytes
+from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
 from lightning_pipe.split.units import modules_of
@@ -140,10 +141,15 @@ class Trial:
     Args:
         module: The user's module.
         device: Where its stages live.
+        units: Modules whose attributes need not be put back: a step of a known way does not change
+            those, and of one that may leave it all others count. None if its way is known.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, units: Collection[str] | None = None
+    ) -> None:
         self._device = device
+        self._outside = None if units is None else Snapshot(module, units)
         buffers = [b for m in modules_of(module) for b in m._buffers.values() if b is not None]
         self._buffers = [(b, b.detach().clone()) for b in buffers if not is_fake(b)]
         self.error: str | None = None
@@ -162,7 +168,10 @@ class Trial:
         )
 
     def undo(self) -> None:
-        """Puts the buffers back as they were; gradients and traces are thrown away by others."""
+        """Puts what the step changed back as it was; gradients and traces are thrown away by
+        others."""
+        if self._outside is not None:
+            self._outside.restore()
         with torch.no_grad():
             for buffer, content in self._buffers:
                 if not torch.equal(buffer, content):

@@ -11,12 +11,18 @@ import torch
 from tests.zoo.modules import Case
 from torch import Tensor
 
+from lightning_pipe.cuts import lay
+from lightning_pipe.home import Home
 from lightning_pipe.planning.balance import partition
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
+from lightning_pipe.split.paths import Paths
 from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import map_tensors, tensors
+from lightning_pipe.ways import look_around, more_parameters
 
 MICROBATCHES = 2
 
@@ -30,6 +36,8 @@ class Parity:
     missing: list[str]
     wrong_buffers: list[str]
     cut: StepCut
+    #: the cut of each micro-batch, of steps that call other units for each
+    ways: Sequence[StepCut] = ()
 
 
 def piece(batch: Any, microbatch: int) -> Any:
@@ -50,13 +58,19 @@ def compare(
     *,
     glue_values: bool = True,
     again: bool = False,
+    first_key: int = 11,
 ) -> Parity:
     """Cut ``build()`` into stages, run two micro-batches forward and backward, compare."""
+    keys = [first_key + m for m in range(MICROBATCHES)]
     reference = build()
     start_state = {k: v.clone() for k, v in reference.module.state_dict().items()}
     trace = trace_step(
         reference.module, reference.loss, piece(reference.batch, 0), num_stages=num_stages
     )
+    paths = Paths(trace, seen=[trace])
+    if trace.draws:
+        paths = _look_around(reference, trace, num_stages)
+        trace = paths.best
     for name, value in reference.module.state_dict().items():
         assert torch.equal(value, start_state[name]), f"the trace changed {name}"
     if starts is None:
@@ -64,15 +78,19 @@ def compare(
     else:
         chosen = tuple(starts(len(trace.calls)))
     cut = StepCut(trace, place(trace, chosen), glue_values=glue_values)
-    whole = StageProgram(StepCut(trace, place(trace, (0,))), 0, reference.module)
+    held, cuts = parameters_of_stages(reference.module, cut), [cut] * MICROBATCHES
+    if paths.vary:
+        held, cuts = _own_ways(reference, paths, cut, chosen, keys)
     losses = []
     for m in range(MICROBATCHES):
-        result = whole.run(lambda m=m: reference.loss(piece(reference.batch, m)), (), key=11 + m)
+        seen = cuts[m].trace
+        whole = StageProgram(StepCut(seen, place(seen, (0,))), 0, reference.module)
+        batch = piece(reference.batch, m)
+        result = whole.run(lambda batch=batch: reference.loss(batch), (), key=keys[m])
         assert isinstance(result, StepResult)
         (result.value / MICROBATCHES).backward()
         losses.append(result.value.item())
 
-    held = parameters_of_stages(reference.module, cut)
     cases = []
     for stage in range(num_stages):
         case = build()
@@ -82,16 +100,51 @@ def compare(
         Ownership(case.module, held[stage]).drop_foreign()
         cases.append(case)
     names = frozenset(trace.unit_names) if again else frozenset()
-    programs = [StageProgram(cut, s, case.module, again=names) for s, case in enumerate(cases)]
+    programs = [
+        [StageProgram(one, s, case.module, again=names) for s, case in enumerate(cases)]
+        for one in cuts
+    ]
     if again:
-        assert any(program._runs_again for program in programs)
-    got = _run(cases, programs)
+        assert any(program._runs_again for program in programs[0])
+    got = _run(cases, programs, keys)
     return Parity(
         max(abs(a - b) / (abs(a) + 1e-12) for a, b in zip(losses, got, strict=True)),
         *_gradients(reference, cases),
         _buffers(reference, cases, cut),
         cut,
+        cuts,
     )
+
+
+def _look_around(case: Case, trace: Trace, num_stages: int) -> Paths:
+    def other(**arguments: Any) -> Trace:
+        return trace_step(
+            case.module, case.loss, piece(case.batch, 0), num_stages=num_stages, **arguments
+        )
+
+    return look_around(case.module, trace, UnitMemo(), other)
+
+
+def _own_ways(
+    case: Case, paths: Paths, cut: StepCut, starts: tuple[int, ...], keys: list[int]
+) -> tuple[tuple[frozenset[str], ...], list[StepCut]]:
+    """What the stages hold, and the cut of each micro-batch along its own way."""
+    units = paths.homes(cut.stages_of_units())
+    held = parameters_of_stages(case.module, cut, more_parameters(case.module, paths, units, cut))
+    ranks = tuple(range(cut.num_stages))
+    home = Home(cut, starts, ranks, held, units, Ownership(case.module, frozenset()))
+    cuts = []
+    for m, key in enumerate(keys):
+        seen = trace_step(
+            case.module,
+            case.loss,
+            piece(case.batch, m),
+            num_stages=cut.num_stages,
+            key=key,
+            like=paths.best,
+        )
+        cuts.append(lay(seen, home, training=True)[0])
+    return held, cuts
 
 
 def evaluate(
@@ -132,18 +185,19 @@ def evaluate(
     return max(float((a - b).abs().max() / (a.abs().max() + 1e-12)) for a, b in pairs)
 
 
-def _run(cases: list[Case], programs: list[StageProgram]) -> list[float]:
+def _run(cases: list[Case], programs: list[list[StageProgram]], keys: list[int]) -> list[float]:
     losses = []
     for m in range(MICROBATCHES):
         values: tuple[Tensor, ...] = ()
         kept = []
-        for case, program in zip(cases, programs, strict=True):
+        for case, program in zip(cases, programs[m], strict=True):
             received = tuple(
                 v.detach().clone().requires_grad_(spec.requires_grad)
                 for v, spec in zip(values, program.inputs, strict=True)
             )
+            batch = piece(case.batch, m)
             out = program.run(
-                lambda case=case, m=m: case.loss(piece(case.batch, m)), received, key=11 + m
+                lambda case=case, batch=batch: case.loss(batch), received, key=keys[m]
             )
             kept.append((program, received, out))
             values = () if isinstance(out, StepResult) else out
@@ -162,7 +216,7 @@ def _backward(kept: list[Any]) -> None:
             pairs = [
                 (value, grads[spec.name])
                 for value, spec in zip(out, program.outputs, strict=True)
-                if spec.requires_grad and spec.name not in relayed and spec.name in grads
+                if spec.name not in relayed and spec.name in grads and value.requires_grad
             ]
             if pairs:
                 torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])

@@ -19,7 +19,6 @@ REFUSED = {
     "one_recurrent_module": (4, PlanError, "cannot make 4 stages out of 3 units"),
     "bare_parameters": (2, PlanError, "cannot make 2 stages out of 1 units"),
     "early_exit": (4, CutError, "the same units in the same order"),
-    "bart_with_layer_drop": (4, CutError, "the same units in the same order"),
 }
 #: fp32 sums of many thousand terms in another order
 LOOSE = {"timm_inception": 1e-4}
@@ -48,7 +47,7 @@ def test_four_stages_equal_one(name: str) -> None:
     assert name == "siamese_batch_norm" or result.wrong_buffers == []
 
 
-@pytest.mark.parametrize("name", CHEAP[::4])
+@pytest.mark.parametrize("name", sorted({*CHEAP[::4], "bart_with_layer_drop"}))
 def test_two_stages_equal_one(name: str) -> None:
     _assert_exact(name, _compare(name, 2))
 

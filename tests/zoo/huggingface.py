@@ -437,7 +437,7 @@ _add(
         "final_dropout": 0.0,
         "ctc_loss_reduction": "mean",
         "pad_token_id": 0,
-        "layerdrop": 0.0,
+        "layerdrop": 0.5,
         "mask_time_length": 2,
         "mask_time_prob": 0.2,
     },

@@ -13,6 +13,7 @@ import functools
 import gc
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -134,13 +135,26 @@ class GhostMode(FakeTensorMode):
             # fakeification refuses a real tensor that has a history; its values do not matter here
             args, kwargs = pytree.tree_map(_fake_without_history, (args, kwargs))
         if self.steps:
-            return self.dispatch(func, types, args, kwargs)
+            return self._inside(func, types, args, kwargs)
         if func is torch.ops.aten.equal.default:  # "is this parameter in that group?"
             return args[0] is args[1]
         try:
             return self.dispatch(func, types, args, kwargs)
         except VALUE_NEEDED as error:
             raise CutError(self._outside(func, leaves)) from error
+
+    def _inside(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of a step; one that draws a single number draws it for real, so that code
+        that branches on it can run on fakes."""
+        made = self.dispatch(func, types, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if not draws or not isinstance(made, Tensor) or made.numel() != 1:
+            return made
+        if tensors((args, kwargs)):
+            return made
+        with _disable_current_modes():
+            real = func(*args, **kwargs)
+        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
     def _outside(self, func: Any, leaves: Iterable[Any]) -> str:
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
@@ -373,14 +387,25 @@ def run_eagerly(root: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def clear_memoised() -> None:
+_MEMOISED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def clear_memoised(*, search: bool = True) -> None:
     """Empty the ``lru_cache`` of user code: a helper that ran on fakes would return them to a real
-    step."""
-    for item in gc.get_objects():
-        if type(item) is functools._lru_cache_wrapper:
-            root = (getattr(item, "__module__", "") or "").split(".")[0]
-            if root not in _SAFE_CACHES and item.cache_info().currsize:
-                item.cache_clear()
+    step.
+
+    Args:
+        search: Look for such helpers among all objects; if not, those of the last search are meant.
+    """
+    if search:
+        for item in gc.get_objects():
+            if type(item) is functools._lru_cache_wrapper:
+                root = (getattr(item, "__module__", "") or "").split(".")[0]
+                if root not in _SAFE_CACHES:
+                    _MEMOISED.add(item)
+    for item in _MEMOISED:
+        if item.cache_info().currsize:
+            item.cache_clear()
 
 
 __all__ = [

@@ -7,7 +7,7 @@ every round adds at least one name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
 from lightning_pipe.split.callers import KeepWhole
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
-from lightning_pipe.split.rng import generators_of, preserved
+from lightning_pipe.split.rng import Salts, generators_of, preserved
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tracer import Tracer
 from lightning_pipe.split.units import find_units, has_blocks, num_parameters
@@ -26,13 +26,27 @@ _MAX_ROUNDS = 40
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
+class _Draws(NamedTuple):
+    """What the random numbers of a trace are made from."""
+
+    key: int
+    salts: Salts
+    device_type: str
+
+
 class _Search:
     """The state of the loop: which modules were found to be indivisible, which too coarse."""
 
     def __init__(
-        self, root: nn.Module, num_stages: int, like: Trace | None, memo: UnitMemo | None
+        self,
+        root: nn.Module,
+        num_stages: int,
+        like: Trace | None,
+        memo: UnitMemo | None,
+        draws: _Draws,
     ) -> None:
         self.root = root
+        self.draws = draws
         self.like = like
         self.memo = memo if like is not None else None
         self.num_stages = num_stages
@@ -101,6 +115,7 @@ def trace_step(
     *,
     num_stages: int,
     key: int = 0,
+    salts: Salts | None = None,
     device_type: str = "cpu",
     like: Trace | None = None,
     memo: UnitMemo | None = None,
@@ -117,7 +132,8 @@ def trace_step(
         batch: One micro-batch, any nest of tensors.
         num_stages: Stages to cut into (P * V), which decides how fine the units are.
         key: Random key of the micro-batch.
-        device_type: Device whose random generator is preserved beside the CPU's.
+        salts: Other random seeds for some places of the step.
+        device_type: Device whose random generator is keyed beside the CPU's.
         like: The first trace of the module: its units are chosen again, and where it had to read
             values for real, those are taken for granted.
         memo: What units did before, which spares running all of them; only with ``like``.
@@ -125,32 +141,24 @@ def trace_step(
     Raises:
         CutError: The step cannot be traced; the message names the module and the reason.
     """
-    if num_stages == 1:
-        try:
-            return _search(root, step, batch, 1, key, device_type, like, memo)
-        except CutError as refusal:  # nothing is cut, so nothing needs to be known
-            return Trace(training=torch.is_grad_enabled(), notes=(f"not traced: {refusal}",))
-    return _search(root, step, batch, num_stages, key, device_type, like, memo)
+    search = _Search(root, num_stages, like, memo, _Draws(key, salts or {}, device_type))
+    try:
+        return _search(search, step, batch)
+    except CutError as refusal:
+        if num_stages > 1:
+            raise
+        # nothing is cut, so nothing needs to be known
+        return Trace(training=torch.is_grad_enabled(), notes=(f"not traced: {refusal}",))
 
 
-def _search(
-    root: nn.Module,
-    step: Callable[[Any], Any],
-    batch: Any,
-    num_stages: int,
-    key: int,
-    device_type: str,
-    like: Trace | None,
-    memo: UnitMemo | None,
-) -> Trace:
-    search = _Search(root, num_stages, like, memo)
-    with preserved(device_type, generators_of(root)), quiet_fakes():
+def _search(search: _Search, step: Callable[[Any], Any], batch: Any) -> Trace:
+    with preserved(search.draws.device_type, generators_of(search.root)), quiet_fakes():
         for _ in range(_MAX_ROUNDS):
             units = search.units()
             try:
-                trace = _attempt(search, units, step, batch, key)
+                trace = _attempt(search, units, step, batch)
             finally:
-                clear_memoised()
+                clear_memoised(search=search.memo is None)
             if trace is not None:
                 trace.notes = (*search.notes, *trace.notes)
                 trace.keep_whole = frozenset(search.keep_whole)
@@ -166,13 +174,14 @@ def _attempt(
     units: dict[str, nn.Module],
     step: Callable[[Any], Any],
     batch: Any,
-    key: int,
 ) -> Trace | None:
     tracer = Tracer(
         search.root,
         units,
         real=search.real,
-        key=key,
+        key=search.draws.key,
+        device_type=search.draws.device_type,
+        salts=search.draws.salts,
         truth=search.truth,
         known_reads=search.known_reads,
         pinned=search.pinned,

@@ -183,6 +183,13 @@ class StepCut:
         calls = self.stage_of_call
         return next((i for i, s in enumerate(calls) if s >= stage), len(calls))
 
+    def stages_of_units(self) -> dict[str, frozenset[int]]:
+        """The stages that call each unit."""
+        found: dict[str, set[int]] = {}
+        for call, stage in zip(self.trace.calls, self.stage_of_call, strict=True):
+            found.setdefault(call.unit, set()).add(stage)
+        return {unit: frozenset(stages) for unit, stages in found.items()}
+
     def _needs(self, stage: int) -> frozenset[Source]:
         """What the calls of ``stage`` and later, and the tail, read."""
         needs = set(self.trace.tail_inputs | self.trace.control)

@@ -68,11 +68,14 @@ class Glue(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _HOOKS and run.hook_runs_elsewhere(args[0]):
             return NoHandle()
+        if (
+            segment,
+            count,
+        ) in run.trace.random_glue:  # what is received seeds too, for Python's draws
+            run.random.at(segment, count, 3)
         if key in run.received and function_name(func) == run.trace.glue[key].function:
             self._segment, self._count = segment, count + 1
             return run.received[key]
-        if (segment, count) in run.trace.random_glue:
-            run.random.at(segment, count, 3)
         try:
             out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:

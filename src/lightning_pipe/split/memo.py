@@ -35,6 +35,7 @@ class Outcome:
     num_outputs: int
     flops: int
     activation_bytes: int
+    draws: bool = False
 
 
 def arguments_key(arguments: list[Any]) -> Hashable:
@@ -60,13 +61,15 @@ class UnitMemo:
         self._outcomes: OrderedDict[Hashable, Outcome] = OrderedDict()
 
     def learn(self, root: nn.Module, trace: Trace) -> None:
-        """Sort the units of a trace into classes."""
+        """Sort the units of a trace into classes; those that are known keep theirs."""
         calls: dict[str, list[Hashable]] = {}
         for call in trace.calls:
             calls.setdefault(call.unit, []).append(
                 (call.arguments, call.leaves, call.num_outputs, call.flops, call.activation_bytes)
             )
         for unit, behaviour in calls.items():
+            if unit in self._class_of:
+                continue
             module = root.get_submodule(unit)
             shapes = tuple(tuple(p.shape) for p in module.parameters())
             kind = (type(module), shapes, tuple(behaviour))

@@ -6,7 +6,7 @@ optimizers work; it has no gradient and no data, so a use that the trace missed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,22 @@ def read_by_stages(root: nn.Module, cut: StepCut) -> list[frozenset[str]]:
     return [cut.parameters(stage, inside) for stage in range(cut.num_stages)]
 
 
-def parameters_of_stages(root: nn.Module, cut: StepCut) -> tuple[frozenset[str], ...]:
+def parameters_of_stages(
+    root: nn.Module, cut: StepCut, also: Sequence[frozenset[str]] = ()
+) -> tuple[frozenset[str], ...]:
     """Return, for every stage, the first names of the parameters that it holds.
 
     A parameter that several stages read is on each of them. One that the step never reads is where
     what it is a copy of is first; else on the last stage: evaluation code that uses it runs there.
+
+    Args:
+        root: The user's module.
+        cut: The cut step.
+        also: For every stage, what it reads on other ways through the step.
     """
     read = read_by_stages(root, cut)
+    if also:
+        read = [known | more for known, more in zip(read, also, strict=True)]
     held = list(read)
     names = parameter_names(root)
     copies = find_copies(root, frozenset().union(*read))

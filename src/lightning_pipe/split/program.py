@@ -56,7 +56,7 @@ from lightning_pipe.split.trace import (
 )
 from lightning_pipe.split.tree import flatten, tensors, unflatten
 from lightning_pipe.split.unknown import Unknown, forget
-from lightning_pipe.split.watch import check_made, check_script
+from lightning_pipe.split.watch import check_aliases, check_made, check_script
 
 #: what is said to a training step that returns None
 SKIPPED = (
@@ -125,12 +125,14 @@ class StageProgram:
         self._runs_again = self._calls_to_run_again()
         #: whether anything here runs again in the backward, so that its halves cost too much
         self.recomputes = False
-        self._units = [(name, root.get_submodule(name)) for name in self._trace.unit_names]
+        others = self._trace.units if self._trace.draws else ()
+        names = dict.fromkeys((*self._trace.unit_names, *others))
+        self._units = [(name, root.get_submodule(name)) for name in names]
         self._ghosts: dict[ValueKey, Tensor] = {}
-        self._needs_mode = cut.num_stages > 1 or bool(self._trace.random_glue)
+        self._needs_mode = watch or cut.num_stages > 1 or bool(self._trace.random_glue)
         modules = [module for _, module in self._units]
         self._opens_encoders = any(True for _ in opened_encoders(root, modules))
-        in_units = tuple(name + "." for name in self._trace.unit_names)
+        in_units = tuple(name + "." for name in names)
         owned = set(cut.units_of(stage))
         self._numbers = {
             unit: [pair for pair in self._trace.changed_attributes if _is_in(pair[0], unit)]
@@ -372,6 +374,11 @@ class _Run:
                     "values. Keep the "
                     "module around it whole by split_points, or pad it to one shape."
                 )
+            if value.requires_grad and not spec.requires_grad:
+                raise StageMismatchError(
+                    f"stage {program.stage} should send {spec.name}, which had no gradient when "
+                    "the step was traced and has one now."
+                )
             outputs.append(value)
         return tuple(outputs)
 
@@ -444,6 +451,8 @@ class _Run:
                     out = original(*args, **kwargs)
                 if self.program.watch:
                     check_made(self.trace, call, out, self.program.stage)
+                elif call.passes_through:
+                    check_aliases(call, out, flatten((args, kwargs))[0], self.program.stage)
         finally:
             self.busy = False
         self._take(call, module, out, (args, kwargs))

@@ -82,6 +82,14 @@ class OperatorLedger(DispatchMode):
         #: storages that the glue wrote in place
         self.glue_storages: set[int] = set()
         self.random_draws = 0
+        #: told before the glue draws
+        self.on_draw: Callable[[], None] = lambda: None
+        self._drawn: set[int] = set()
+        #: whether a number that torch drew was read as Python data
+        self.read_draws = False
+        #: single numbers drawn inside units: their code may branch on them
+        self.scalar_draws = 0
+        self.drawn_in_units = 0
         self.value_reads = 0
         self.reading_modules: set[int] = set()
 
@@ -147,7 +155,11 @@ class OperatorLedger(DispatchMode):
         count = flop_registry.get(getattr(func, "_overloadpacket", None))
         if count is not None:
             self.flops += int(count(*args, **kwargs, out_val=out))
-        for tensor in tensors(out):
+        made = tensors(out)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.drawn_in_units += 1
+            self.scalar_draws += any(t.numel() == 1 for t in made)
+        for tensor in made:
             self._inner[id(tensor)] = self.inside
             self._kept.append(tensor)
         return out
@@ -158,12 +170,19 @@ class OperatorLedger(DispatchMode):
         for tensor in inputs:
             self.note_leak(tensor)
         tags = getattr(func, "tags", ())
-        reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if reads and any(not isinstance(s, str) for s in sources):
+        is_read = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        if is_read and any(not isinstance(s, str) for s in sources):
             self.value_reads += 1
             self.reading_modules.update(calling_modules()[:1])
+        drawn = any(id(t) in self._drawn for t in inputs)
+        by_number = func is torch.ops.aten.index.Tensor and not any(
+            t.dtype in (torch.bool, torch.uint8) for t in inputs[1:]
+        )
+        self.read_draws |= drawn and is_read and not by_number
         if torch.Tag.nondeterministic_seeded in tags:
             self.random_draws += 1
+            self.on_draw()
+            drawn = True
         out = func(*args, **kwargs)
         written = mutated_arguments(func, args, kwargs)
         for tensor in written:
@@ -173,7 +192,13 @@ class OperatorLedger(DispatchMode):
         for tensor in tensors(out):
             if id(tensor) not in ids:
                 self.set(tensor, sources)
+            if drawn and not is_fake(tensor):
+                self._drawn.add(id(tensor))
         return out
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor of the glue, with values, is made of random numbers."""
+        return id(tensor) in self._drawn
 
 
 #: torch calls that turn a tensor into plain Python data, and what stands for it while tracing
@@ -227,6 +252,7 @@ class ValueLedger(TorchFunctionMode):
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
         recomputed: Tells whether a checkpointed region is open: what it makes is made again in the
             backward, from its inputs.
+        on_draw: Told before a torch call draws random numbers, with its place.
     """
 
     def __init__(
@@ -237,9 +263,11 @@ class ValueLedger(TorchFunctionMode):
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
         recomputed: Callable[[], bool] = lambda: False,
+        on_draw: Callable[[int, int], None] = lambda segment, count: None,
     ) -> None:
         super().__init__()
         self._operators = operators
+        self._on_draw = on_draw
         self._recomputed = recomputed
         self._pinned = pinned
         self._truth = truth
@@ -301,10 +329,12 @@ class ValueLedger(TorchFunctionMode):
         if func in _DIFFERENTIATE:
             raise InnerGradient(getattr(func, "__name__", "grad"))
         try:
-            out = func(*args, **kwargs)
+            with self._seeded(place):
+                out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
             out = self._placeholder(func, inputs, parents, error)
         if _name(func) in _PLACEHOLDERS:
+            self._operators.read_draws |= any(self._operators.is_drawn(t) for t in inputs)
             self._note_read(out, parents, inputs)
         elif self._operators.value_reads != reads or _name(func) in self._pinned:
             self.control |= parents
@@ -312,6 +342,23 @@ class ValueLedger(TorchFunctionMode):
             self.random_calls.add(place)
         self._record(func, out, inputs, parents)
         return out
+
+    @contextmanager
+    def _seeded(self, place: tuple[int, int]) -> Iterator[None]:
+        """Seed once for the draws of one torch call, as a stage does where it runs."""
+        pending = True
+
+        def first() -> None:
+            nonlocal pending
+            if pending:
+                pending = False
+                self._on_draw(*place)
+
+        self._operators.on_draw = first
+        try:
+            yield
+        finally:
+            self._operators.on_draw = lambda: None
 
     def _placeholder(
         self, func: Any, inputs: list[Tensor], parents: Sources, error: Exception

@@ -86,6 +86,10 @@ def _set_state(generator: Generator, state: Any) -> None:
         generator.setstate(state)
 
 
+#: number of unit calls so far to a number that changes the seeds from there to the next call
+Salts = Mapping[int, int]
+
+
 class KeyedRandom:
     """Seeds torch (CPU and the accelerator in use), Python and NumPy for one place of a step.
 
@@ -93,18 +97,32 @@ class KeyedRandom:
         key: The micro-batch's key; equal on every stage of a pipeline.
         device_type: ``"cpu"``, ``"cuda"``, ... of the stage.
         generators: Other generators that the step may draw from.
+        salts: Other seeds between some calls, to see what the step does with other numbers there.
+        watch: Remember how the generators of Python and NumPy stood, for :meth:`moved`.
     """
 
     def __init__(
-        self, key: int, device_type: str = "cpu", generators: Sequence[Generator] = ()
+        self,
+        key: int,
+        device_type: str = "cpu",
+        generators: Sequence[Generator] = (),
+        *,
+        salts: Salts | None = None,
+        watch: bool = False,
     ) -> None:
         self._key = key
         self._generators = generators
+        self._salts = salts or {}
+        self._watch = watch
+        self._stood: Any = None
         self._module = getattr(torch, device_type) if device_type != "cpu" else None
 
     def at(self, *place: int) -> None:
         """Seed all generators for ``place``."""
         seed = mix(self._key, *place)
+        if self._salts and place[1:] != (1,):
+            segment = place[0] + 1 if place[1:] == (2,) else place[0]
+            seed = mix(seed, self._salts[segment]) if segment in self._salts else seed
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
             self._module.manual_seed(seed)
@@ -112,6 +130,18 @@ class KeyedRandom:
         np.random.seed(seed & 0xFFFFFFFF)
         for index, generator in enumerate(self._generators):
             _seed(generator, mix(seed, index))
+        if self._watch:
+            self._stood = self._stand()
+
+    def moved(self) -> bool:
+        """Tell whether Python or NumPy drew since the last seed; torch's draws are operators."""
+        return bool(self._stand() != self._stood)
+
+    def _stand(self) -> list[Any]:
+        others = [g for g in self._generators if not isinstance(g, torch.Generator)]
+        state: Any = np.random.get_state()
+        numpy_state = (state[1].tobytes(), *state[2:])
+        return [random.getstate(), numpy_state, *(repr(_state(g)) for g in others)]
 
 
 @contextmanager

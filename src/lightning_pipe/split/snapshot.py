@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,15 +33,17 @@ class Snapshot:
 
     Args:
         root: The user's module.
+        leave_out: Modules that are left alone, with all inside of them.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, leave_out: Collection[str] = ()) -> None:
         self._modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Frozen | Name]]] = []
         self._buffers: list[tuple[str, nn.Module, str, Tensor | None, Tensor | None]] = []
         self._foreign: list[tuple[str, Any, bytes]] = []
         memo: dict[int, Any] = {}
+        left_out = tuple(f"{name}." for name in leave_out)
         for name, module in root.named_modules():
-            if is_metric(module):
+            if is_metric(module) or f"{name}.".startswith(left_out):
                 continue
             state = {key: value for key, value in vars(module).items() if key not in _STRUCTURE}
             frozen = {

@@ -138,8 +138,15 @@ class UnitCall:
     parameter_bytes: int = 0
     activation_bytes: int = 0
     saved: tuple[tuple[int, int], ...] = ()
+    #: whether the unit draws numbers that may steer its own code: it may return what it was given
+    draws: bool = False
     #: what the call was given, without the data (:func:`lightning_pipe.split.memo.arguments_key`)
     arguments: Hashable = None
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether an output is an argument itself."""
+        return any(isinstance(leaf, Alias) for leaf in self.leaves)
 
     def meta(self, leaf: int) -> Meta:
         """Describe the tensor at ``leaf``."""
@@ -202,6 +209,10 @@ class Trace:
     glue_saved: tuple[tuple[tuple[int, int], ...], ...] = ()
     #: names of the glue calls that return tensors, in order, after each number of unit calls
     script: tuple[tuple[str, ...], ...] = ()
+    #: whether the glue drew numbers that Python sees: they may decide which units are called
+    draws: bool = False
+    #: all units, called or not
+    units: tuple[str, ...] = ()
     #: units that did not run: they were taken to do what units like them did before
     repeated: frozenset[str] = frozenset()
     #: the shapes at other sizes, for a trace that was not seen but derived from others

@@ -43,7 +43,7 @@ from lightning_pipe.split.patching import (
 )
 from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, generators_of
+from lightning_pipe.split.rng import KeyedRandom, Salts, generators_of
 from lightning_pipe.split.saved import SavedTensors
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.trace import (
@@ -59,7 +59,7 @@ from lightning_pipe.split.trace import (
     WrittenArgument,
     WrittenOutput,
 )
-from lightning_pipe.split.tree import TreeSpec, flatten, tensors, unflatten
+from lightning_pipe.split.tree import TreeSpec, flatten, map_tensors, tensors, unflatten
 
 
 class _Inside(DispatchMode):
@@ -88,6 +88,8 @@ class Tracer:
         truth: What a condition on a fake is taken for.
         known_reads: What an earlier trace with real values read.
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
+        device_type: Device whose random generator is keyed beside the CPU's.
+        salts: Other seeds for some places.
         memo: What units did in earlier traces; those of a known class are not run again.
         like: The first trace, with which the memo began.
     """
@@ -99,6 +101,8 @@ class Tracer:
         *,
         real: bool = False,
         key: int = 0,
+        device_type: str = "cpu",
+        salts: Salts | None = None,
         truth: bool = False,
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
@@ -110,7 +114,9 @@ class Tracer:
         self._root = root
         self._units = units
         self._real = real
-        self._random = KeyedRandom(key, generators=generators_of(root))
+        self._random = KeyedRandom(key, device_type, generators_of(root), salts=salts, watch=True)
+        self._draws = False
+        self._sizes = {name: _sizes(module) for name, module in units.items()}
         named = list(root.named_parameters(remove_duplicate=False))
         self._first_name: dict[int, str] = {}
         self._all_names: dict[str, tuple[str, ...]] = {}
@@ -125,6 +131,7 @@ class Tracer:
             known_reads=known_reads,
             pinned=pinned,
             recomputed=lambda: self._regions.inside,
+            on_draw=lambda *place: self._seed(*place, 3),
         )
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
@@ -183,6 +190,7 @@ class Tracer:
             self.operators.note_leak(tensor)
 
     def _finish(self, snapshot: Snapshot) -> Trace:
+        self._draws |= self._random.moved()
         changed, ghosts, buffers = set(), set(), {}
         installed = snapshot.keep_installed()
         if installed:
@@ -240,6 +248,8 @@ class Tracer:
                 self._saved.at(segment, in_unit=False) for segment in range(len(self.calls) + 1)
             ),
             script=self.values.script(),
+            draws=self._draws or self.operators.read_draws,
+            units=tuple(self._units),
             repeated=frozenset(self._repeated),
         )
 
@@ -266,15 +276,17 @@ class Tracer:
             for tensor in given:
                 self.operators.note_leak(tensor)
             in_checkpoint = check_callers(name, module, self._module_names)
+            self._draws |= self._random.moved()
             if not in_checkpoint:
                 self._random.at(index, 1)
             described = arguments_key(arguments)
-            place = None if self._memo is None else self._memo.key(name, module, described)
-            known = None if self._memo is None else self._memo.get(place, structure)
+            memo = self._memo if self._like is None or name in self._like.unit_names else None
+            place = None if memo is None else memo.key(name, module, described)
+            known = None if memo is None else memo.get(place, structure)
             if known is None:
                 out, known, saved = self._observe(name, module, original, arguments, structure)
-                if self._memo is not None and not in_checkpoint and self._is_clean(name):
-                    self._memo.put(place, known)
+                if memo is not None and not in_checkpoint and self._is_clean(name):
+                    memo.put(place, known)
             else:
                 out, saved = self._repeat(name, known, arguments), ()
                 if entry == "_call_impl" and module._forward_hooks:
@@ -290,9 +302,10 @@ class Tracer:
                     known.num_outputs,
                     in_checkpoint=in_checkpoint,
                     flops=known.flops,
-                    parameters=sum(p.numel() for p in module.parameters()),
-                    parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+                    parameters=self._sizes[name][0],
+                    parameter_bytes=self._sizes[name][1],
                     activation_bytes=known.activation_bytes,
+                    draws=known.draws,
                     saved=saved,
                     arguments=described,
                 )
@@ -301,6 +314,11 @@ class Tracer:
             self.values.segment = self._saved.position = len(self.calls)
             self._random.at(index, 2)
         return out
+
+    def _seed(self, *place: int) -> None:
+        """Seed for a place in the glue; what Python and NumPy drew since the last one may steer."""
+        self._draws |= self._random.moved()
+        self._random.at(*place)
 
     def _is_clean(self, name: str) -> bool:
         return not any(note.startswith(f"{name} ran on random") for note in self.notes)
@@ -316,18 +334,48 @@ class Tracer:
         """Run the unit and see what it does, and what it keeps for its backward."""
         index = len(self.calls)
         before = _tensor_attributes(module)
-        flops = self.operators.flops
+        flops, drawn = self.operators.flops, self.operators.drawn_in_units
+        scalar_draws = self.operators.scalar_draws
         self._busy, self.operators.inside, self._saved.in_unit = True, index, True
         try:
             with function_mode_off(self.values):
                 out, written = self._execute(name, module, original, arguments, structure)
         finally:
             self._busy, self.operators.inside, self._saved.in_unit = False, None, False
+        drew = self.operators.drawn_in_units != drawn
+        draws = self._random.moved() or self.operators.scalar_draws != scalar_draws
+        draws |= drew and not self._is_clean(name)
+        if draws:
+            out = self._own_objects(out, module, arguments)
         leaves, num_outputs, made = self._outputs(index, module, out, arguments, written, before)
         flops = self.operators.flops - flops
         saved = self._saved.at(index, in_unit=True)
         saved_bytes = sum(num_bytes for _, num_bytes in saved)
-        return out, Outcome(structure, made, leaves, num_outputs, flops, saved_bytes), saved
+        outcome = Outcome(structure, made, leaves, num_outputs, flops, saved_bytes, draws)
+        return out, outcome, saved
+
+    def _own_objects(self, out: Any, module: nn.Module, arguments: list[Any]) -> Any:
+        """What a unit that draws returns, in objects of its own that need a gradient if they may.
+
+        Another draw may let it return what it was given, or not: the other stages must not go by
+        what happened here.
+        """
+        given = [a for a in arguments if isinstance(a, Tensor)]
+        learns = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*given, *module.parameters())
+        )
+
+        def own(tensor: Tensor) -> Tensor:
+            known = any(tensor is t for t in given)
+            floats = tensor.is_floating_point() or tensor.is_complex()
+            missing = learns and floats and not tensor.requires_grad
+            if not (known or missing):
+                return tensor
+            made = tensor.clone()
+            return made.requires_grad_().clone() if missing else made
+
+        with without_modes():
+            return map_tensors(own, out)
 
     def _of_repeated(self, name: str) -> frozenset[Any]:
         """What the first trace says of the units that were not run in this one."""
@@ -386,6 +434,7 @@ class Tracer:
                 ) from error
             self.notes.append(f"{name} ran on random inputs ({type(error).__name__})")
             used = [_random_like(a) for a in arguments]
+            self._random.at(len(self.calls), 1)
             versions = _versions(used)
             args, kwargs = unflatten(used, structure)
             self.operators.on_fakes = False
@@ -449,6 +498,12 @@ class Tracer:
         before = self.operators.of(tensor)
         self.operators.write(tensor, key)
         self.operators.set(tensor, key | before)
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Elements and bytes of the parameters of ``module``."""
+    counts = [(p.numel(), p.element_size()) for p in module.parameters()]
+    return sum(n for n, _ in counts), sum(n * size for n, size in counts)
 
 
 def _versions(values: list[Any]) -> list[int | None]:

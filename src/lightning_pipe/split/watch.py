@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipe.errors import CutError, StageMismatchError
+from lightning_pipe.split._fake import storage_key
 from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.trace import Alias, Constant, Leaf, Trace, UnitCall, ValueKey
 from lightning_pipe.split.tree import flatten
@@ -25,7 +26,7 @@ def check_made(trace: Trace, call: UnitCall, out: Any, stage: int) -> None:
     values = flatten(out)[0]
     expected = call.leaves[: call.num_outputs]
     made = len(values) == len(expected) and all(
-        _is_as_traced(trace, value, leaf, (call.index, number))
+        _is_as_traced(trace, value, leaf, (call.index, number), may_lack_gradient=call.draws)
         for number, (value, leaf) in enumerate(zip(values, expected, strict=True))
     )
     if not made:
@@ -36,7 +37,29 @@ def check_made(trace: Trace, call: UnitCall, out: Any, stage: int) -> None:
         )
 
 
-def _is_as_traced(trace: Trace, value: Any, leaf: Leaf, key: ValueKey) -> bool:
+def check_aliases(call: UnitCall, out: Any, arguments: list[Any], stage: int) -> None:
+    """Refuse a new tensor where the trace says that a unit returns its argument: the other stages
+    would go by the argument.
+
+    Raises:
+        StageMismatchError: With the name of the unit.
+    """
+    values = flatten(out)[0]
+    for number, leaf in enumerate(call.leaves[: call.num_outputs]):
+        if not isinstance(leaf, Alias):
+            continue
+        value, argument = values[number], arguments[leaf.argument]
+        if value is not argument and storage_key(value) != storage_key(argument):
+            raise StageMismatchError(
+                f"stage {stage}: unit '{call.unit}' returned a new tensor where it returned what "
+                "it was given when the step was traced. Which of them it does must not depend on "
+                "the values of a batch."
+            )
+
+
+def _is_as_traced(
+    trace: Trace, value: Any, leaf: Leaf, key: ValueKey, *, may_lack_gradient: bool
+) -> bool:
     if isinstance(leaf, Constant):
         plain = isinstance(leaf.value, (bool, int, float, str, type(None)))
         return not isinstance(value, Tensor) and (not plain or bool(value == leaf.value))
@@ -45,9 +68,10 @@ def _is_as_traced(trace: Trace, value: Any, leaf: Leaf, key: ValueKey) -> bool:
     if isinstance(leaf, Alias):
         return True
     meta = trace.meta(key)
-    return (tuple(value.shape), value.dtype, value.requires_grad) == (
-        *(meta.shape, meta.dtype),
-        meta.requires_grad,
+    if (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
+        return False
+    return value.requires_grad == meta.requires_grad or (
+        may_lack_gradient and not value.requires_grad
     )
 
 

@@ -167,7 +167,8 @@ def relief(pipeline: Pipeline, rank: int) -> str:
     if pipeline.profile is None:
         return ""
     profile, schedule = _profile_of_last(pipeline), _trained(pipeline)
-    found = remedies(profile, pipeline.home.starts, schedule, rank)
+    starts = pipeline.home.starts
+    found = remedies(profile, starts, schedule, rank, checkpointing=pipeline.again)
     return next((remedy.text for remedy in found if remedy.saved_bytes), "")
 
 
@@ -201,6 +202,7 @@ def _shortage(pipeline: Pipeline) -> str:
         _trained(pipeline),
         pipeline.ranks.position,
         stage=None if action is None else action.stage,
+        checkpointing=pipeline.again,
         device_bytes=None if pipeline.device.type == "cpu" else stats["total_bytes"],
     )
     held = ", ".join(
@@ -230,7 +232,12 @@ def _profile_of_last(pipeline: Pipeline) -> Profile:
 def _ledger(pipeline: Pipeline) -> Ledger | None:
     if pipeline.profile is None:
         return None
-    return make_ledger(_profile_of_last(pipeline), pipeline.home.starts, _trained(pipeline))
+    return make_ledger(
+        _profile_of_last(pipeline),
+        pipeline.home.starts,
+        _trained(pipeline),
+        checkpointing=pipeline.again,
+    )
 
 
 def _traced_bytes(ledger: Ledger, stage: int) -> int:

@@ -103,6 +103,8 @@ class Pipeline:
         self.schedule: Schedule | None = None
         #: as the planner sees the training step, once it is cut
         self.profile: Profile | None = None
+        #: calls of it that run again for their backward
+        self.again: frozenset[int] = frozenset()
         #: set before a training step whose kept bytes are to be counted; `kept` has them afterwards
         self.counts_kept = False
         self.kept: KeptBytes | None = None
@@ -186,6 +188,7 @@ class Pipeline:
         calls = frozenset(
             c.index for c in trace.calls if c.unit in again and can_run_again(trace, c)
         )
+        self.again = calls
         count = len(pieces.batches)
         self._plan = make_plan(
             self.layout,

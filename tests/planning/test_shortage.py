@@ -81,3 +81,16 @@ def test_what_was_counted_is_added_up_along_the_schedule() -> None:
     schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=4)
     kept = {(stage, m): (1 + m) * 10**stage for stage in range(2) for m in range(4)}
     assert most_held(schedule, kept) == (3 + 4, 40)
+
+
+def test_what_is_recomputed_already_is_not_advised() -> None:
+    profile = replace(layers(8, weight_bytes=GIB // 64, saved_bytes=GIB), rows=4)
+    schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=8)
+    third = remedies(profile, (0, 3), schedule, rank=0, checkpointing=True)[2]
+    assert "recomputing" not in third.text
+    half = remedies(profile, (0, 3), schedule, rank=0, checkpointing={0, 1})[2]
+    # of three layers of two micro-batches each, one is left; one is there at a time either way
+    assert half.saved_bytes == 2 * (GIB - 8)
+    text = explain_shortage(profile, (0, 3), schedule, 0, checkpointing=True)
+    assert text.startswith("stage 0 of 2")
+    assert "activations 24 B x 2 in flight" in text

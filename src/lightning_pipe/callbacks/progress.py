@@ -1,7 +1,7 @@
-"""One line of progress every few steps, for runs whose output goes to a file."""
+"""One line of progress every few steps, and a table at the end; they suit a file too."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,15 +9,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.planning.attribution import MeasuredBubble
+from lightning_pipe.planning.plan import Plan, columns, format_bytes, format_count
+from lightning_pipe.stage_memory import StageMemory
 
 __all__ = ["PipelineProgress"]
 
 
 class PipelineProgress(Callback):
-    """Reports the metrics of the progress bar, the throughput, and the bubble beside its ideal.
+    """Reports the metrics of the progress bar, the throughput, the bubble and the busiest stage.
 
     The numbers, means over those steps, go to the logger too: `samples_per_s` (or `tokens_per_s`)
-    and `bubble_fraction` of the rank that logs.
+    and `bubble_fraction` of the rank that logs. At the end comes a summary: a row for each stage
+    with its share of computing time in the last step that was reported, and its memory.
     With another strategy than ours there is no bubble to report, and the rest works as well.
 
     Args:
@@ -41,6 +45,8 @@ class PipelineProgress(Callback):
         self.unit = f"{count}/s"
         self._restart()
         self._reported_step = 0
+        self._all_items, self._all_s = 0, 0.0
+        self._stages: MeasuredBubble | None = None  # in the last step that was reported
         self._before_validation: dict[str, Any] = {}
         self._validation_metrics = {"v_num"}  # not shown in the lines of training
 
@@ -53,6 +59,7 @@ class PipelineProgress(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restart()
+        self._all_items, self._all_s, self._stages = 0, 0.0, None
         self._reported_step = trainer.global_step
 
     def on_train_batch_end(
@@ -63,15 +70,33 @@ class PipelineProgress(Callback):
             self._num_items += self._items(batch)
             self._busy_s += now_s - self._since_s
         self._since_s = now_s
-        bubble = getattr(trainer.strategy, "bubble", None)
-        if bubble is not None and bubble.measured_fraction is not None:
-            self._bubble_fractions.append(bubble.measured_fraction)
-            self._ideal_fraction = bubble.ideal_fraction
-        if trainer.global_step >= self._reported_step + self.every_n_steps:
+        reports = trainer.global_step >= self._reported_step + self.every_n_steps
+        # a GPU's clock is read when its step is over: waiting for that each time would cost time
+        if reports or trainer.strategy.root_device.type == "cpu":
+            self._note_bubble(trainer.strategy)
+        if reports:
             self._reported_step = trainer.global_step
+            self._all_items += self._num_items
+            self._all_s += self._busy_s
             self._report(trainer)
             self._restart()
             self._since_s = now_s
+
+    def _note_bubble(self, strategy: Any) -> None:
+        bubble = getattr(strategy, "bubble", None)
+        if bubble is not None and bubble.measured_fraction is not None:
+            self._bubble_fractions.append(bubble.measured_fraction)
+            self._ideal_fraction = bubble.ideal_fraction
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        items, seconds = self._all_items + self._num_items, self._all_s + self._busy_s
+        lines = [f"{trainer.global_step} steps"]
+        if items and seconds:
+            lines[0] += f", {items:,} {self.count} at {items / seconds:,.0f} {self.unit}"
+        strategy: Any = trainer.strategy
+        if getattr(strategy, "plan", None) is not None:
+            lines += _stage_rows(strategy.plan, self._stages, strategy.gather_memory())
+        rank_zero_info("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._since_s = None
@@ -103,10 +128,31 @@ class PipelineProgress(Callback):
             values["bubble_fraction"] = measured
             ideal = "" if self._ideal_fraction is None else f" (ideal {self._ideal_fraction:.1%})"
             parts.append(f"bubble {measured:.1%}{ideal}")
+        strategy: Any = trainer.strategy
+        if hasattr(strategy, "gather_bubble"):
+            self._stages = strategy.gather_bubble() or self._stages
+        if self._stages is not None and len(self._stages.stage_utilisations) > 1:
+            busy = self._stages.stage_utilisations
+            stage = max(range(len(busy)), key=busy.__getitem__)
+            parts.append(f"busiest stage {stage} ({busy[stage]:.0%})")
         rank_zero_info(_line(trainer, parts))
         if trainer.is_global_zero and values:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=trainer.global_step)
+
+
+def _stage_rows(
+    plan: Plan, measured: MeasuredBubble | None, held: Sequence[StageMemory]
+) -> list[str]:
+    """The stages as a table: what they are, how busy they were, what they held."""
+    busy = () if measured is None else measured.stage_utilisations
+    rows = [["stage", "rank", "units", "parameters", "busy", "tensors", "peak of rank"]]
+    for stage, memory in zip(plan.stages, held, strict=False):
+        share = f"{busy[stage.stage]:.0%}" if len(busy) == len(plan.stages) else "-"
+        row = [str(stage.stage), str(stage.rank), str(stage.num_units)]
+        row += [format_count(stage.parameters), share, format_bytes(memory.tensor_bytes)]
+        rows.append([*row, format_bytes(memory.peak_bytes)])
+    return columns(rows)
 
 
 def _first_tensor(batch: Any) -> torch.Tensor | None:

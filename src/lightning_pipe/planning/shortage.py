@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from lightning_pipe.errors import PlanError, ScheduleError
 from lightning_pipe.planning.choose import Request, starts_for
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.memory import Ledger, StageLedger, make_ledger
 from lightning_pipe.planning.plan import format_bytes
-from lightning_pipe.planning.profile import Profile, ranges
+from lightning_pipe.planning.profile import Again, Profile, ranges
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 
 __all__ = ["Remedy", "describe_stage", "explain_shortage", "remedies"]
@@ -41,7 +41,12 @@ class Remedy:
 
 
 def remedies(
-    profile: Profile, starts: Sequence[int], schedule: Schedule, rank: int
+    profile: Profile,
+    starts: Sequence[int],
+    schedule: Schedule,
+    rank: int,
+    *,
+    checkpointing: Again = False,
 ) -> tuple[Remedy, ...]:
     """Judges the three usual causes, in their order.
 
@@ -50,13 +55,30 @@ def remedies(
         starts: First call of each stage.
         schedule: What was run.
         rank: The position that has too little memory.
+        checkpointing: The calls that run again for their backward already.
     """
-    ledger = make_ledger(profile, starts, schedule)
-    return (
-        _fewer_in_flight(profile, starts, schedule, rank, ledger),
-        _another_cut(profile, starts, schedule, rank, ledger),
-        _smaller_activations(profile, starts, schedule, rank, ledger),
-    )
+    case = _Case(profile, tuple(starts), schedule, rank, checkpointing)
+    return _fewer_in_flight(case), _another_cut(case), _smaller_activations(case)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A rank that has too little memory, as it was run."""
+
+    profile: Profile
+    starts: tuple[int, ...]
+    schedule: Schedule
+    rank: int
+    again: Again
+
+    def ledger(self, **changes: Any) -> Ledger:
+        """The ledger, with one thing changed."""
+        case = replace(self, **changes)
+        return make_ledger(case.profile, case.starts, case.schedule, checkpointing=case.again)
+
+    def peak_bytes(self, **changes: Any) -> int:
+        """What the rank holds at its peak, with one thing changed."""
+        return self.ledger(**changes).rank_peak_bytes[self.rank]
 
 
 def explain_shortage(
@@ -67,6 +89,7 @@ def explain_shortage(
     *,
     stage: int | None = None,
     device_bytes: int | None = None,
+    checkpointing: Again = False,
 ) -> str:
     """The ledger of a stage that ran out of memory, the causes in order, and what to do first.
 
@@ -77,12 +100,13 @@ def explain_shortage(
         rank: The position that has too little memory.
         stage: The stage that ran; all of the rank if None.
         device_bytes: Memory of the device.
+        checkpointing: The calls that run again for their backward.
     """
-    ledger = make_ledger(profile, starts, schedule)
+    ledger = make_ledger(profile, starts, schedule, checkpointing=checkpointing)
     own = [s for s in ledger.stages if s.rank == rank and stage in (None, s.stage)]
     peak_bytes = ledger.rank_peak_bytes[rank]
     device = "" if device_bytes is None else f" of {format_bytes(device_bytes)}"
-    found = remedies(profile, starts, schedule, rank)
+    found = remedies(profile, starts, schedule, rank, checkpointing=checkpointing)
     lines = [describe_stage(one, len(starts)) for one in own]
     lines.append(f"rank {rank} is expected to hold {format_bytes(peak_bytes)} at its peak{device}")
     lines.append("the usual causes, in the order in which to look:")
@@ -109,17 +133,13 @@ def describe_stage(stage: StageLedger, num_stages: int) -> str:
     )
 
 
-def _fewer_in_flight(
-    profile: Profile, starts: Sequence[int], schedule: Schedule, rank: int, ledger: Ledger
-) -> Remedy:
-    held = max(stage.in_flight for stage in ledger.stages if stage.rank == rank)
-    now_bytes = ledger.rank_peak_bytes[rank]
-    best = min(
-        ((make_ledger(profile, starts, other), other) for other in _same_placement(schedule)),
-        key=lambda pair: pair[0].rank_peak_bytes[rank],
-        default=(ledger, schedule),
-    )
-    saved_bytes = max(0, now_bytes - best[0].rank_peak_bytes[rank])
+def _fewer_in_flight(case: _Case) -> Remedy:
+    schedule, rank, now = case.schedule, case.rank, case.ledger()
+    now_bytes = now.rank_peak_bytes[rank]
+    held = max(stage.in_flight for stage in now.stages if stage.rank == rank)
+    best = min(_same_placement(schedule), key=lambda other: case.peak_bytes(schedule=other))
+    lighter = case.ledger(schedule=best)
+    saved_bytes = now_bytes - lighter.rank_peak_bytes[rank]
     if saved_bytes < _WORTH * now_bytes:
         return Remedy(
             "in flight",
@@ -127,17 +147,18 @@ def _fewer_in_flight(
             f"micro-batches in flight: no. {schedule.name} keeps {held} of "
             f"{schedule.num_microbatches}, and no schedule keeps clearly less",
         )
-    kept = max(stage.in_flight for stage in best[0].stages if stage.rank == rank)
+    kept = max(stage.in_flight for stage in lighter.stages if stage.rank == rank)
     return Remedy(
         "in flight",
         saved_bytes,
         f"micro-batches in flight: {schedule.name} keeps {held} of {schedule.num_microbatches}; "
-        f"schedule={best[1].name!r} keeps {kept} and saves {format_bytes(saved_bytes)}",
+        f"schedule={best.name!r} keeps {kept} and saves {format_bytes(saved_bytes)}",
     )
 
 
 def _same_placement(schedule: Schedule) -> Iterator[Schedule]:
-    """The other schedules that put each stage where this one does."""
+    """The schedules that put each stage where this one does."""
+    yield schedule
     chunks = schedule.num_stages // schedule.num_ranks
     for name in SCHEDULES:
         try:
@@ -154,18 +175,16 @@ def _same_placement(schedule: Schedule) -> Iterator[Schedule]:
             yield other
 
 
-def _another_cut(
-    profile: Profile, starts: Sequence[int], schedule: Schedule, rank: int, ledger: Ledger
-) -> Remedy:
-    now_bytes = ledger.rank_peak_bytes[rank]
+def _another_cut(case: _Case) -> Remedy:
+    profile, schedule, now_bytes = case.profile, case.schedule, case.peak_bytes()
     request = Request(rows=profile.rows, devices=schedule.num_ranks, balance="memory")
     try:
-        better = starts_for(profile, request, schedule)
-        lowest_bytes = max(make_ledger(profile, better, schedule).rank_peak_bytes)
+        better = starts_for(profile, request, schedule, checkpointing=case.again)
+        lowest_bytes = max(case.ledger(starts=better).rank_peak_bytes)
     except PlanError:
-        better, lowest_bytes = tuple(starts), now_bytes
+        better, lowest_bytes = case.starts, now_bytes
     saved_bytes = now_bytes - lowest_bytes
-    heaviest = _heaviest_unit(profile, starts, schedule, rank)
+    heaviest = _heaviest_unit(case)
     if saved_bytes < _WORTH * now_bytes:
         return Remedy(
             "uneven",
@@ -182,12 +201,13 @@ def _another_cut(
     )
 
 
-def _heaviest_unit(profile: Profile, starts: Sequence[int], schedule: Schedule, rank: int) -> str:
+def _heaviest_unit(case: _Case) -> str:
     """The unit of a rank whose weights are most, and how many it is beside."""
+    profile = case.profile
     own = [
         unit
-        for stage, (start, end) in enumerate(ranges(starts, len(profile.units)))
-        if schedule.stage_to_rank[stage] == rank
+        for stage, (start, end) in enumerate(ranges(case.starts, len(profile.units)))
+        if case.schedule.stage_to_rank[stage] == case.rank
         for unit in profile.units[start:end]
     ]
     sizes = [sum(profile.weights[name].state_bytes for name in unit.weights) for unit in own]
@@ -197,36 +217,33 @@ def _heaviest_unit(profile: Profile, starts: Sequence[int], schedule: Schedule, 
     return f"{own[heaviest].unit} ({format_bytes(sizes[heaviest])} of state){beside}"
 
 
-def _smaller_activations(
-    profile: Profile, starts: Sequence[int], schedule: Schedule, rank: int, ledger: Ledger
-) -> Remedy:
-    now_bytes = ledger.rank_peak_bytes[rank]
-    again = make_ledger(profile, starts, schedule, checkpointing=True)
-    saved_bytes = max(0, now_bytes - again.rank_peak_bytes[rank])
+def _smaller_activations(case: _Case) -> Remedy:
+    schedule, profile, now = case.schedule, case.profile, case.ledger()
+    now_bytes = now.rank_peak_bytes[case.rank]
+    saved_bytes = max(0, now_bytes - case.peak_bytes(again=True))
     ways = []
     if saved_bytes >= _WORTH * now_bytes:
         ways.append(
             f"recomputing them (activation_checkpointing='all', or "
             f"gradient_checkpointing_enable() of the model) saves {format_bytes(saved_bytes)}"
         )
-    halved = _halved_bytes(profile, starts, schedule, rank)
+    halved = _halved_bytes(case)
     halved_bytes = 0 if halved is None else max(0, now_bytes - halved)
     if halved_bytes >= _WORTH * now_bytes:
         ways.append(
             f"num_microbatches={2 * schedule.num_microbatches} for the same batch saves "
             f"{format_bytes(halved_bytes)}"
         )
-    held = max(stage.activation_bytes for stage in ledger.stages if stage.rank == rank)
+    held = max(stage.activation_bytes for stage in now.stages if stage.rank == case.rank)
     text = f"activations: {format_bytes(held)} of a micro-batch of {profile.rows} rows"
     if not ways:
         return Remedy("activations", 0, f"{text}: no, smaller ones save little")
     return Remedy("activations", max(saved_bytes, halved_bytes), f"{text}; {', or '.join(ways)}")
 
 
-def _halved_bytes(
-    profile: Profile, starts: Sequence[int], schedule: Schedule, rank: int
-) -> int | None:
+def _halved_bytes(case: _Case) -> int | None:
     """The rank's peak with twice as many micro-batches of half the rows."""
+    schedule, profile = case.schedule, case.profile
     if profile.rows < 2 or schedule.name not in SCHEDULES:
         return None
     finer = make_schedule(
@@ -236,5 +253,4 @@ def _halved_bytes(
         virtual_stages=schedule.num_stages // schedule.num_ranks,
         strict=False,
     )
-    smaller = profile.for_rows(math.ceil(profile.rows / 2))
-    return make_ledger(smaller, starts, finer).rank_peak_bytes[rank]
+    return case.peak_bytes(schedule=finer, profile=profile.for_rows(math.ceil(profile.rows / 2)))

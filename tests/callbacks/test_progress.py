@@ -1,0 +1,78 @@
+"""Progress is a line every few steps and a table of the stages at the end."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from tests import lit
+from tests.helpers import run_ranks
+from torch.utils.data import DataLoader
+
+from lightning_pipe import ConfigError, PipelineProgress
+
+
+class _Lines(logging.Handler):
+    """Keeps what is said on the console."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def _fit(devices: int, root: str, *, plain: bool = False) -> tuple[list[str], str]:
+    console, said = logging.getLogger("lightning.pytorch.utilities.rank_zero"), _Lines()
+    console.addHandler(said)
+    module = lit.seeded(lit.Lit)
+    trainer = lit.trainer(
+        None if plain else {"num_microbatches": 4},
+        devices,
+        callbacks=[PipelineProgress(every_n_steps=2)],
+        logger=CSVLogger(root),
+    )
+    loader = DataLoader(lit.rows(), batch_size=8)
+    trainer.fit(module, loader, loader)
+    console.removeHandler(said)
+    return said.lines, str(trainer.logger.log_dir)
+
+
+def test_lines_name_the_busiest_stage_and_the_end_has_a_row_for_each(tmp_path: Any) -> None:
+    (lines, folder), (others, _) = run_ranks(2, _fit, 2, str(tmp_path), timeout=120)
+    steps = [line for line in lines if line.startswith("step ")]
+    pattern = (
+        r"step 4/5 \| train_loss_step \d\.\d+ \| [\d,]+ samples/s \| "
+        r"bubble \d+\.\d% \(ideal 20\.0%\) \| busiest stage [01] \(\d+%\)"
+    )
+    assert any(re.fullmatch(pattern, line) for line in steps)
+    assert "step 5/5" in steps  # of the validation
+    place = next(n for n, line in enumerate(lines) if line.startswith("5 steps, "))
+    assert re.fullmatch(r"5 steps, 32 samples at [\d,]+ samples/s", lines[place])
+    assert lines[place + 1].split()[:5] == ["stage", "rank", "units", "parameters", "busy"]
+    for stage in range(2):
+        row = lines[place + 2 + stage].split()
+        assert row[:2] == [str(stage)] * 2
+        assert row[4 + (not row[4].endswith("%"))].endswith("%")
+        assert row[-1] in ("MiB", "GiB")
+    assert not any(line.startswith(("step ", "5 steps")) for line in others)
+    header = Path(folder, "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"samples_per_s", "bubble_fraction"} <= set(header)
+
+
+def test_another_strategy_has_lines_without_a_bubble(tmp_path: Any) -> None:
+    lines, _ = _fit(1, str(tmp_path), plain=True)
+    assert any(line.startswith("step 4/5 | ") and "samples/s" in line for line in lines)
+    assert any(line.startswith("5 steps, ") for line in lines)
+    assert not any("bubble" in line or "busiest" in line for line in lines)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for arguments in ({"every_n_steps": 0}, {"count": "words"}):
+        with pytest.raises(ConfigError, match=r"give|choose"):
+            PipelineProgress(**arguments)

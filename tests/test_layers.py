@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "runtime": {"torch", "psutil"},
     "_lightning": {"torch", "lightning", "lightning_utilities"},
     "_loops": {"lightning"},
+    "statistics": {"torch"},
     "layout": set(),
     "planfile": {"yaml"},
     "decide": set(),

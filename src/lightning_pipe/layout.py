@@ -19,6 +19,10 @@ from lightning_pipe.planning.simulate import ideal_bubble_fraction
 from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.rows import Rule, check_rules
 from lightning_pipe.split.trace import Trace
+from lightning_pipe.statistics import POLICIES
+
+_MUCH = 1.5  # times the heaviest stage that calls of one unit on one stage may cost
+_OF_BATCH_NORMS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Layout:
         activation_checkpointing: Which units run again for their backward: "none", "all", "auto"
             (as few as fit the memory), every k-th one, or those of some classes.
         split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
+        batchnorm: When running statistics are updated (:mod:`lightning_pipe.statistics`).
         plan: The file's plan that the other values are from, if any.
         costs: Measured costs of the units, if any.
         chunks_are_free: Whether V is decided on the traced step (:mod:`lightning_pipe.decide`).
@@ -48,6 +53,7 @@ class Layout:
     split_points: tuple[str, ...] | None = None
     activation_checkpointing: str | int | tuple[str, ...] = "auto"
     split_batch: Mapping[str, Rule] = field(default_factory=dict)
+    batchnorm: str = "micro-batch"
     plan: Plan | None = None
     costs: CostTable | None = None
     chunks_are_free: bool = False
@@ -82,6 +88,8 @@ class Layout:
             )
         _check_checkpointing(self.activation_checkpointing)
         check_rules(self.split_batch)
+        if self.batchnorm not in POLICIES:
+            raise ConfigError(f"batchnorm={self.batchnorm!r}: give one of {', '.join(POLICIES)}")
         self._check_schedule()
 
     @property
@@ -304,7 +312,7 @@ def make_plan(
         notes=(
             *trace.notes,
             *reasons,
-            *_shared_buffers(trace, cut),
+            *_shared_buffers(layout, trace, cut),
             *_few_microbatches(layout, schedule, idle_fraction),
         ),
         checkpointing=bool(again),
@@ -330,22 +338,36 @@ def _too_few_units(layout: Layout, trace: Trace) -> str:
     )
 
 
-def _shared_buffers(trace: Trace, cut: StepCut) -> tuple[str, ...]:
-    """A note where running statistics are those of some calls only."""
-    stages: dict[str, set[int]] = {}
-    for call, stage in zip(trace.calls, cut.stage_of_call, strict=True):
-        stages.setdefault(call.unit, set()).add(stage)
-    shared = sorted(
+def _updating_units(trace: Trace) -> list[str]:
+    """Units that write buffers of their own."""
+    return [
         unit
-        for unit, places in stages.items()
-        if len(places) > 1 and any(name.startswith(f"{unit}.") for name in trace.changed_buffers)
-    )
+        for unit in trace.unit_names
+        if any(name.startswith(f"{unit}.") for name in trace.changed_buffers)
+    ]
+
+
+def _shared_units(trace: Trace, stage_of_call: Sequence[int]) -> list[str]:
+    """Units that write buffers and are called on several stages."""
+    stages: dict[str, set[int]] = {}
+    for call, stage in zip(trace.calls, stage_of_call, strict=True):
+        stages.setdefault(call.unit, set()).add(stage)
+    return sorted(unit for unit in _updating_units(trace) if len(stages[unit]) > 1)
+
+
+def _shared_buffers(layout: Layout, trace: Trace, cut: StepCut) -> tuple[str, ...]:
+    """A note where running statistics are those of some calls only."""
+    shared = _shared_units(trace, cut.stage_of_call)
+    if layout.batchnorm == "deferred":  # puts those of all stages together
+        others = [n for n in trace.changed_buffers if n.rpartition(".")[2] not in _OF_BATCH_NORMS]
+        shared = [unit for unit in shared if any(n.startswith(f"{unit}.") for n in others)]
     if not shared:
         return ()
     return (
         f"{', '.join(shared)} updates buffers and is called on several stages: gradients are "
         f"exact, but each stage updates its own copy (BatchNorm statistics) from its own calls "
-        f"only; give split_points or a balance that keep the calls on one stage",
+        f"only; give split_points or a balance that keep the calls on one stage, or "
+        f"batchnorm='deferred'",
     )
 
 
@@ -371,7 +393,42 @@ def cut_step(layout: Layout, trace: Trace, profile: Profile, pieces: int) -> Ste
         pieces: Micro-batches of the first batch.
     """
     starts = stage_starts(layout, trace, profile, pieces)
+    if _is_free(layout) and _shared_units(trace, place(trace, starts)):
+        starts = _with_calls_together(layout, trace, profile, pieces, starts)
     return StepCut(trace, place(trace, starts), num_stages=layout.num_stages)
+
+
+def _is_free(layout: Layout) -> bool:
+    """Whether the cuts are ours to choose."""
+    return isinstance(layout.balance, str) and layout.split_points is None and layout.plan is None
+
+
+def _with_calls_together(
+    layout: Layout, trace: Trace, profile: Profile, pieces: int, starts: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Cuts that keep the calls of a unit that updates buffers on one stage, so that it sees them in
+    their order; the given ones where that makes the heaviest stage much heavier."""
+    calls: dict[str, list[int]] = {}
+    for call in trace.calls:
+        calls.setdefault(call.unit, []).append(call.index)
+    inside = {
+        place for unit in _updating_units(trace) for place in range(calls[unit][0], calls[unit][-1])
+    }
+    units = tuple(
+        replace(unit, can_cut_after=unit.can_cut_after and place not in inside)
+        for place, unit in enumerate(profile.units)
+    )
+    try:
+        found = stage_starts(layout, trace, replace(profile, units=units), pieces)
+    except PlanError:
+        return starts
+
+    def heaviest(chosen: tuple[int, ...]) -> int:
+        bounds = ranges(chosen, len(units))
+        return max(sum(1 + unit.flops for unit in units[start:end]) for start, end in bounds)
+
+    together = not _shared_units(trace, place(trace, found))
+    return found if together and heaviest(found) <= _MUCH * heaviest(starts) else starts
 
 
 def _is_file(schedule: str) -> bool:

@@ -59,6 +59,7 @@ from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.scout import find_way
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
+from lightning_pipe.statistics import DeferredStatistics, Noted
 from lightning_pipe.tail import Tail, Traces
 from lightning_pipe.ways import Ways, look_around, more_parameters
 from lightning_pipe.whole import WholeTail
@@ -420,6 +421,8 @@ class Pipeline:
             step, stash = self._execute(replace(step, cuts=again, trial=None))
         if stash is not None:
             self._sum_replicas(stash)
+        if step.statistics is not None:
+            self._update_statistics(step.statistics)
         self.whole.finish(step, args[0], (*state, signature(args[0])))
         traces = self._carry(with_output=share_output)
         if stash is not None:
@@ -446,7 +449,12 @@ class Pipeline:
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
-        step = replace(step, metrics=find_metrics(self.module), kept=self._counter(step))
+        step = replace(
+            step,
+            metrics=find_metrics(self.module),
+            kept=self._counter(step),
+            statistics=self._deferred if step.training else None,
+        )
         if self.ranks.position == schedule.stage_to_rank[-1]:
             step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
@@ -455,7 +463,8 @@ class Pipeline:
         stash = GradientStash(self._own_parameters, step.loss_scale) if step.training else None
         start_s = time.perf_counter()
         collected = stash.collect() if stash is not None else nullcontext()
-        with collected, preserved(self.device.type, generators_of(self.module)):
+        noted = nullcontext() if step.statistics is None else step.statistics.step()
+        with collected, noted, preserved(self.device.type, generators_of(self.module)):
             self.spans = self.engine.run(schedule, stages, training=step.training)
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule
@@ -500,6 +509,33 @@ class Pipeline:
     @cached_property
     def _batch_norms(self) -> list[tuple[str, nn.Module]]:
         return batch_norms(self.module)
+
+    @cached_property
+    def _deferred(self) -> DeferredStatistics | None:
+        """Notes the statistics of the batch norms in units; the others belong to the tail."""
+        if self.layout.batchnorm != "deferred":
+            return None
+        inside = tuple(f"{unit}." for unit in self.home.stages_of_unit)
+        return DeferredStatistics([n for n in self._batch_norms if f"{n[0]}.".startswith(inside)])
+
+    @cached_property
+    def _shared_norms(self) -> list[str]:
+        """Batch norms that several ranks call."""
+        shared = tuple(
+            f"{unit}."
+            for unit, stages in self.home.stages_of_unit.items()
+            if len({self.home.stage_to_rank[stage] for stage in stages}) > 1
+        )
+        return [name for name, _ in self._batch_norms if f"{name}.".startswith(shared)]
+
+    def _update_statistics(self, statistics: DeferredStatistics) -> None:
+        others: list[Noted] = []
+        if self._shared_norms:
+            taken = statistics.take(self._shared_norms)
+            others = [
+                noted for part in share.gather_objects(self.ranks, taken) or [] for noted in part
+            ]
+        statistics.finish(others)
 
     def _schedule_for(self, cuts: Sequence[CutStep], *, training: bool) -> Schedule:
         placement = cuts[0].placement

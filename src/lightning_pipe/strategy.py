@@ -103,6 +103,8 @@ class PipelineStrategy(PipelineConstruction):
         split_batch: How values of the batch are split where rows along dimension 0 are the wrong
             guess, by key: "replicate" (or None) gives the value whole to every micro-batch, "list"
             splits a list item by item, a number names the dimension of the rows.
+        batchnorm: When batch norms update their running statistics: "micro-batch", each time that
+            they are called, or "deferred", once per step with those of the whole batch.
         activation_checkpointing: Which units keep their inputs only and run again for the backward:
             "auto" (as few as fit the memory of the device), "none", "all", a number k (every k-th
             unit), or the names of classes.
@@ -145,6 +147,7 @@ class PipelineStrategy(PipelineConstruction):
         balance: str | list[int] = "auto",
         split_points: list[str] | None = None,
         split_batch: dict[str, int | str | None] | None = None,
+        batchnorm: str = "micro-batch",
         activation_checkpointing: str | int | list[str] = "auto",
         plan: str | None = None,
         costs: str | None = None,
@@ -163,6 +166,7 @@ class PipelineStrategy(PipelineConstruction):
             "balance": balance if isinstance(balance, str) else tuple(balance),
             "split_points": None if split_points is None else tuple(split_points),
             "split_batch": dict(split_batch or {}),
+            "batchnorm": batchnorm,
             "activation_checkpointing": tuple(activation_checkpointing)
             if isinstance(activation_checkpointing, (list, tuple))
             else activation_checkpointing,

@@ -24,6 +24,7 @@ from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
 from lightning_pipe.split.units import modules_of
+from lightning_pipe.statistics import DeferredStatistics
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators
 
@@ -50,6 +51,7 @@ class StepRun:
         recorded: These, one tuple per micro-batch.
         denominators: What watches the losses of the last stage, if anything does.
         metrics: The metric objects of the module; looked for in each micro-batch if None.
+        statistics: What notes the running statistics of batch norms, if they are deferred.
         kept: Counts what is kept for the backward, in steps that are watched for it.
     """
 
@@ -68,6 +70,7 @@ class StepRun:
     recorded: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     denominators: Denominators | None = None
     metrics: Sequence[nn.Module] | None = None
+    statistics: DeferredStatistics | None = None
     kept: KeptBytes | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -94,7 +97,12 @@ class StepRun:
         record = (self.record or ()) if program.is_last else ()
         watch = self.denominators if program.is_last else None
         kept = nullcontext() if self.kept is None else self.kept.counting(stage, microbatch)
-        with self.context(self.name), traces, watch or nullcontext(), kept:
+        noted = (
+            nullcontext()
+            if self.statistics is None
+            else self.statistics.microbatch(stage, microbatch)
+        )
+        with self.context(self.name), traces, watch or nullcontext(), kept, noted:
             result = program.run(
                 step,
                 received,

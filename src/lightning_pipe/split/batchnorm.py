@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 #: they refuse a micro-batch that leaves one value per channel
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def batch_norms(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the batch norms of ``root`` (lazy ones are subclasses)."""
-    return [(n, m) for n, m in root.named_modules() if isinstance(m, _BATCH_NORMS)]
+    return [(n, m) for n, m in root.named_modules() if isinstance(m, BATCH_NORMS)]
 
 
 def least_rows(norms: list[tuple[str, nn.Module]]) -> int:

@@ -21,6 +21,7 @@ LAYERS: dict[str, set[str]] = {
     "_lightning": {"torch", "lightning", "lightning_utilities"},
     "_loops": {"lightning"},
     "statistics": {"torch"},
+    "grouping": set(),
     "layout": set(),
     "planfile": {"yaml"},
     "decide": set(),

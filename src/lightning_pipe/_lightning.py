@@ -150,6 +150,16 @@ def is_running(strategy: Strategy) -> bool:
     return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
 
+def sets_up_training_data(trainer: Trainer) -> bool:
+    """Whether a loader that is set up now is that of training."""
+    return trainer.state.fn == TrainerFn.FITTING and trainer.state.stage == RunningStage.TRAINING
+
+
+def reload_training_data(trainer: Trainer) -> None:
+    """Lets the next epoch set up its loaders again."""
+    trainer.fit_loop._combined_loader = None
+
+
 def prepare_fit(trainer: Trainer, model: LightningModule, datamodule: Any) -> None:
     """Takes a Trainer as far as `fit` goes before the strategy is set up: data and model are there,
     nothing has moved and nothing runs."""

@@ -7,8 +7,10 @@ With each batch go the reader's random states, so what hooks draw after it (a ra
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,25 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_pipe import _lightning as seam
+from lightning_pipe.errors import BatchError, PeerError
+from lightning_pipe.grouping import Grouped
 from lightning_pipe.runtime.accelerator import get_rng_state, set_rng_state
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.share import broadcast_object
+from lightning_pipe.runtime.share import broadcast_object, broadcast_read
+
+
+def _unpicklable(read: _Read, reason: Exception) -> _Read:
+    """What all ranks are told of a batch, or an exception, that cannot be sent."""
+    if read.error is not None:
+        text = "".join(traceback.format_exception(read.error))
+        error: Exception = PeerError(f"the first rank of the pipeline failed to read:\n{text}")
+    else:
+        error = BatchError(
+            f"the batch of type {type(read.batch).__name__} cannot be given to the other stages: "
+            f"{reason}; everything in it must be picklable"
+        )
+    return replace(read, batch=None, error=error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +61,22 @@ class SharedLoader:
         loader: The user's loader, on this rank.
         ranks: This rank.
         device: Whose random state goes with each batch, beside the host's.
+        grouped: It, where several of its batches make one.
     """
 
-    def __init__(self, loader: Iterable[Any], ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        ranks: Ranks,
+        device: torch.device,
+        grouped: Grouped | None = None,
+    ) -> None:
         space = self.__dict__
         space["_shared"] = loader
         space["_ranks"] = ranks
         space["_of_device"] = device
-        space["_num_batches"] = self._agree(sized_len(loader) if ranks.is_first else None)
+        space["_grouped"] = grouped
+        space["_num_batches"] = self._agree(_length(loader, grouped) if ranks.is_first else None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -69,8 +94,14 @@ class SharedLoader:
         length: int = self._num_batches
         return length
 
+    @property
+    def unshared(self) -> Iterable[Any]:
+        """The user's loader."""
+        loader: Iterable[Any] = self._shared
+        return loader
+
     def __iter__(self) -> Iterator[Any]:
-        iterator = _SharedIterator(self._shared, self._ranks, self._of_device)
+        iterator = _SharedIterator(self._shared, self._ranks, self._of_device, self._grouped)
         self.__dict__["_num_batches"] = iterator.num_batches
         return iterator
 
@@ -83,7 +114,13 @@ class _SharedIterator(Iterator[Any]):
     """One pass over a `SharedLoader`. Making it, `next` and `peek` are done by all ranks
     together."""
 
-    def __init__(self, loader: Iterable[Any], ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        ranks: Ranks,
+        device: torch.device,
+        grouped: Grouped | None = None,
+    ) -> None:
         self._ranks = ranks
         self._device = device
         self._iterator: Iterator[Any] | None = None
@@ -95,8 +132,8 @@ class _SharedIterator(Iterator[Any]):
         length = None
         if ranks.is_first:
             try:
-                self._iterator = iter(loader)
-                length = sized_len(loader)
+                self._iterator = iter(loader if grouped is None else grouped)
+                length = _length(loader, grouped)
             except Exception as error:
                 self._error = error
         self._seen: list[Any] | None = (
@@ -155,12 +192,15 @@ class _SharedIterator(Iterator[Any]):
             rng = _get_rng(self._device)
             read = _Read(read.batch, read.is_end, read.error, rng, rows)
         with at(self._ranks, "reads a batch"):
-            shared: _Read = broadcast_object(self._ranks, read, self._ranks.first_position)
-        if self._ranks.is_first:
-            return read
+            read = broadcast_read(self._ranks, read, partial(_unpicklable, read))
         if self._seen is not None:
-            self._seen.extend(shared.rows)
-        return shared
+            self._seen.extend(read.rows)
+        return read
+
+
+def _length(loader: Iterable[Any], grouped: Grouped | None) -> int | None:
+    length = sized_len(loader)
+    return length if grouped is None else grouped.length(length)
 
 
 def share_random_state(ranks: Ranks, device: torch.device) -> None:

@@ -4,10 +4,12 @@ at once."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_pipe.errors import ConfigError, PlanError, ScheduleError
+from lightning_pipe.grouping import Grouped
 from lightning_pipe.planning.choose import BALANCES, Candidate, Request, starts_for, try_one
 from lightning_pipe.planning.conclude import predict
 from lightning_pipe.planning.costs import CostTable
@@ -40,6 +42,7 @@ class Layout:
             (as few as fit the memory), every k-th one, or those of some classes.
         split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
         batchnorm: When running statistics are updated (:mod:`lightning_pipe.statistics`).
+        microbatch_size: Rows of a micro-batch, where steps draw M of them; None: M splits a batch.
         plan: The file's plan that the other values are from, if any.
         costs: Measured costs of the units, if any.
         chunks_are_free: Whether V is decided on the traced step (:mod:`lightning_pipe.decide`).
@@ -54,12 +57,13 @@ class Layout:
     activation_checkpointing: str | int | tuple[str, ...] = "auto"
     split_batch: Mapping[str, Rule] = field(default_factory=dict)
     batchnorm: str = "micro-batch"
+    microbatch_size: int | None = None
     plan: Plan | None = None
     costs: CostTable | None = None
     chunks_are_free: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "virtual_stages", "num_microbatches"):
+        for name in ("num_ranks", "virtual_stages", "num_microbatches", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -87,6 +91,12 @@ class Layout:
                 f"{self.num_stages - 1} names"
             )
         _check_checkpointing(self.activation_checkpointing)
+        if self.microbatch_size is not None and self.num_microbatches is None:
+            raise ConfigError(
+                f"microbatch_size={self.microbatch_size} without num_microbatches: a step draws "
+                "num_microbatches x microbatch_size rows. Give num_microbatches too, or leave "
+                "microbatch_size out: then each batch of the loader is split"
+            )
         check_rules(self.split_batch)
         if self.batchnorm not in POLICIES:
             raise ConfigError(f"batchnorm={self.batchnorm!r}: give one of {', '.join(POLICIES)}")
@@ -100,14 +110,36 @@ class Layout:
     def microbatches_for(self, rows: int, least_rows: int = 1) -> int:
         """How many micro-batches a batch of so many rows is split into.
 
+        With `microbatch_size` a batch that is no whole step, one of an evaluation or the last of an
+        epoch, is split into as many as have that size.
+
         Args:
             rows: Rows of the batch.
             least_rows: Rows that each needs; a batch that has fewer is one micro-batch.
         """
         wanted = self.num_microbatches
-        if wanted is None:
+        if self.microbatch_size is not None:
+            wanted = -(-rows // self.microbatch_size)
+        elif wanted is None:
             wanted = 4 * self.num_ranks if self.num_ranks > 1 else 1
         return min(wanted, max(1, rows // least_rows))
+
+    @property
+    def rows_per_step(self) -> int | None:
+        """Rows that a step draws; None where it takes a batch of the loader."""
+        if self.microbatch_size is None or self.num_microbatches is None:
+            return None
+        return self.microbatch_size * self.num_microbatches
+
+    def grouped(self, loader: Iterable[Any]) -> Grouped | None:
+        """A training loader, read for whole steps; None where its batches are steps.
+
+        Raises:
+            ConfigError: Its batches do not make up a step.
+        """
+        if self.microbatch_size is None or self.num_microbatches is None:
+            return None
+        return Grouped(loader, self.num_microbatches, self.microbatch_size, self.split_batch)
 
     def schedule_name(self, num_microbatches: int) -> str:
         """The schedule to run; "auto" is decided by the number of micro-batches."""

@@ -47,6 +47,7 @@ from lightning_pipe.planning.topology import Topology
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.split._fake import large_as_fakes, to_dtype
 from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.joining import join_batches
 from lightning_pipe.split.measure import measure_units
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.rows import count_rows, split_batch
@@ -182,6 +183,11 @@ class _Fit:
         )
         self.rules = self.arguments.get("split_batch") or {}
         self.rows = count_rows(self.batch, self.rules)
+        drawn = self.arguments.get("microbatch_size")
+        if drawn and self.arguments.get("num_microbatches"):  # a step is several such batches
+            num_batches = max(1, drawn * int(self.arguments["num_microbatches"]) // self.rows)
+            self.batch = join_batches([self.batch] * num_batches, self.rules)
+            self.rows *= num_batches
 
     def step(self, piece: Any) -> Any:
         """One training step of the module."""

@@ -93,6 +93,10 @@ class PipelineStrategy(PipelineConstruction):
         pipeline_parallel_size: Number of ranks that share a model. "auto" takes all devices.
         num_microbatches: Pieces that a batch is split into. "auto" takes 4 per rank, or as many as
             the batch has rows.
+        microbatch_size: Rows of a micro-batch. A training step then draws num_microbatches of them
+            from the loader, so that num_microbatches changes the effective batch; the loader's
+            ``batch_size`` is that of a micro-batch, or any divisor of a whole step. None: each
+            batch of the loader is a step, and is split.
         schedule: "auto", "gpipe", "1f1b", "interleaved_1f1b", "naive", ... or the path of a CSV
             file.
         virtual_stages: Chunks of the model on each rank; "auto" takes more than one where that is
@@ -142,6 +146,7 @@ class PipelineStrategy(PipelineConstruction):
         *,
         pipeline_parallel_size: Size = "auto",
         num_microbatches: Size = "auto",
+        microbatch_size: int | None = None,
         schedule: str = "auto",
         virtual_stages: Size = 1,
         balance: str | list[int] = "auto",
@@ -162,6 +167,7 @@ class PipelineStrategy(PipelineConstruction):
             "virtual_stages": _number(virtual_stages) or 1,
             "chunks_are_free": virtual_stages == "auto",
             "num_microbatches": _number(num_microbatches),
+            "microbatch_size": microbatch_size,
             "schedule": os.fspath(schedule),
             "balance": balance if isinstance(balance, str) else tuple(balance),
             "split_points": None if split_points is None else tuple(split_points),
@@ -420,7 +426,11 @@ class PipelineStrategy(PipelineConstruction):
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._passes_through:
             return dataloader
-        return SharedLoader(dataloader, self._own_ranks, self.root_device)
+        if type(dataloader) is SharedLoader:  # set up before, and again for this epoch
+            dataloader = dataloader.unshared
+        training = seam.sets_up_training_data(self._module.trainer)
+        grouped = self._pipeline_layout.grouped(dataloader) if training else None
+        return SharedLoader(dataloader, self._own_ranks, self.root_device, grouped)
 
     @override
     def on_validation_start(self) -> None:
@@ -572,7 +582,8 @@ class PipelineStrategy(PipelineConstruction):
 
     @property
     def num_microbatches(self) -> int | None:
-        """Pieces of a batch; None where that follows from its rows. May be changed between steps.
+        """Pieces of a batch; None where that follows from its rows. May be changed between steps,
+        with `microbatch_size` between epochs.
 
         Raises:
             ScheduleError: When it is set: the schedule cannot run so many.
@@ -583,9 +594,22 @@ class PipelineStrategy(PipelineConstruction):
     def num_microbatches(self, number: int | None) -> None:
         layout = replace(self._pipeline_layout, num_microbatches=number)
         self._arguments["num_microbatches"] = number
+        draws_others = layout.rows_per_step != self._pipeline_layout.rows_per_step
         self._layout = layout
         if self._pipeline is not None:
             self._pipeline.layout = replace(self._pipeline.layout, num_microbatches=number)
+            if draws_others:
+                seam.reload_training_data(self._module.trainer)
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Rows of a micro-batch, where steps draw them."""
+        return self._pipeline_layout.microbatch_size
+
+    @property
+    def rows_per_step(self) -> int | None:
+        """Rows that a training step draws, with `microbatch_size`; None: a batch of the loader."""
+        return self._pipeline_layout.rows_per_step
 
     # ------------------------------------------------------------------ pieces
 

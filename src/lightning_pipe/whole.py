@@ -137,8 +137,9 @@ class WholeTail:
         known = self._steps[step.name]
         try:
             whole = self._run(step, batch, structure, known)
-        except Exception:  # what is merged from micro-batches stands
+        except Exception as error:  # what is merged from micro-batches stands
             known.is_off = True
+            _warn_of_tail(step.name, error, needed=known.replays)
             return
         if known.checks:
             known.checks -= 1
@@ -207,6 +208,19 @@ def _warn_of_loss(name: str) -> None:
         '{"loss": loss, "loss_weight": n} with the number it divides by; if it is a sum, '
         '{"loss": loss, "loss_weight": "sum"}. If it compares rows with each other or reads what '
         "the step has written, use num_microbatches=1",
+        stacklevel=2,
+    )
+
+
+def _warn_of_tail(name: str, error: Exception, *, needed: bool) -> None:
+    reason = str(error) or "values of its micro-batches cannot be put together"
+    known = "it is known to leave values" if needed else "if it leaves values"
+    warnings.warn(
+        f"the end of {name} cannot be run on the whole batch ({type(error).__name__}: {reason}), "
+        f"so what it leaves is put together from micro-batches, which is exact for means and sums "
+        f"over rows, lists and metrics. {known[0].upper()}{known[1:]} that are none of these "
+        "(a maximum, a queue written at an index), those are averages from here on: use "
+        "num_microbatches=1 for them",
         stacklevel=2,
     )
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.helpers import run_ranks
 
+from lightning_pipe.data import SharedLoader
 from lightning_pipe.errors import BatchError, CheckpointError, ConfigError, PeerError
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
@@ -27,6 +28,24 @@ class Color(enum.Enum):
 class Custom:
     x: torch.Tensor
     inner: dict = field(default_factory=dict)
+
+
+class Forgetful(Exception):
+    """Can be pickled, and not be put together again."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+class Raising:
+    """A loader that gives one batch and fails."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        yield "x"
+        raise self.error
 
 
 class Unpicklable(Exception):
@@ -78,18 +97,22 @@ def test_packing_gives_back_what_it_got():
 
 def broadcasts():
     ranks = make_ranks([0, 1], 2)
-    check_batch(share.broadcast_batch(ranks, batch() if ranks.is_first else None))
-    assert share.broadcast_batch(ranks, share.END if ranks.is_first else None) is share.END
+    check_batch(share.broadcast_read(ranks, batch() if ranks.is_first else None, repr))
     for _ in range(20):  # many small ones in a row stay in step
-        assert share.broadcast_batch(ranks, 7 if ranks.is_first else None) == 7
-    with pytest.raises(KeyError, match="gone"):
-        share.broadcast_batch(ranks, KeyError("gone") if ranks.is_first else None)
+        assert share.broadcast_read(ranks, 7 if ranks.is_first else None, repr) == 7
     lock = threading.Lock()
-    expected = Unpicklable if ranks.is_first else PeerError
-    with pytest.raises(expected, match="with a lock"):
-        share.broadcast_batch(ranks, Unpicklable(lock) if ranks.is_first else None)
-    with pytest.raises(BatchError, match="of type dict cannot be given to the other stages"):
-        share.broadcast_batch(ranks, {"lock": lock} if ranks.is_first else None)
+    for value in (Unpicklable(lock), {"lock": lock}, Forgetful("a", "b")):
+        given = value if ranks.is_first else None
+        assert "Error" in share.broadcast_read(ranks, given, lambda error: type(error).__name__)
+    for loader, error, match in (
+        (["x", {"lock": lock}], BatchError, "of type dict cannot be given to the other stages"),
+        (Raising(KeyError("gone")), KeyError, "gone"),
+        (Raising(Unpicklable(lock)), PeerError, "with a lock"),
+    ):
+        read = iter(SharedLoader(loader, ranks, torch.device("cpu")))
+        assert next(read) == "x"
+        with pytest.raises(error, match=match):
+            next(read)
     assert share.broadcast_object(ranks, ranks.position, 1) == 1
     assert share.gather_objects(ranks, f"p{ranks.position}") == ["p0", "p1"]
     gathered = share.gather_objects(ranks, ranks.position * 10, 0)
@@ -102,15 +125,12 @@ def test_broadcasts_and_gathers():
 
 def test_one_rank_shares_with_nobody():
     ranks = make_ranks([0], 1)
-    assert share.broadcast_batch(ranks, "x") == "x"
-    assert share.broadcast_batch(ranks, share.END) is share.END
+    assert share.broadcast_read(ranks, "x", repr) == "x"
     assert share.broadcast_object(ranks, 3, 0) == 3
     assert share.gather_objects(ranks, 3) == [3]
     grads = {"w": torch.ones(2)}
     assert share.sum_replicated(ranks, grads, {"w": (0,)}) == grads
     assert gather_state(ranks, {"w": 1, "v": 2}, {"w": 0}) == {"w": 1}
-    with pytest.raises(KeyError):
-        share.broadcast_batch(ranks, KeyError("x"))
 
 
 OWNERS = {"b": (0, 3), "a": (0, 1, 2, 3), "c": (2, 1), "none": (0, 2), "alone": (1,)}

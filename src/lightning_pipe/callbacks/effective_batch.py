@@ -119,9 +119,10 @@ class EffectiveBatchRescaler(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._rows is None:
+        rows = getattr(trainer.strategy, "rows_per_step", None)
+        if rows is None and self._rows is None:
             self._rows = _rows(batch)
-        now = self._rows * trainer.accumulate_grad_batches * _replicas(trainer)
+        now = (rows or self._rows or 0) * trainer.accumulate_grad_batches * _replicas(trainer)
         if self._current is None:
             self._current = self._origin = self.reference or now
         if now != self._current:

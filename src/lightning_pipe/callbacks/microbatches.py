@@ -19,6 +19,10 @@ class MicrobatchSchedule(Callback):
     Micro-batches only split the batch of the loader: its rows, and with them learning rates and
     results, stay what they are. What changes is the bubble, and the memory of a micro-batch.
 
+    With `PipelineStrategy(microbatch_size=...)` they change the effective batch: a step draws as
+    many micro-batches. Epochs then have other lengths, so it may only change between them:
+    `interval="epoch"`. `EffectiveBatchRescaler` follows.
+
     Args:
         milestones: Optimizer step, or epoch, to the number of micro-batches from there on. It has
             to say what is at 0.
@@ -56,14 +60,37 @@ class MicrobatchSchedule(Callback):
                 "MicrobatchSchedule changes the micro-batches of a pipeline, and the strategy is "
                 f"{type(strategy).__name__}: give Trainer(strategy='pipeline')"
             )
+        if strategy.rows_per_step is not None and self.interval == "step":
+            raise ConfigError(
+                "MicrobatchSchedule(interval='step') with microbatch_size="
+                f"{strategy.microbatch_size}: other micro-batches are other rows for a step, and "
+                "other steps for the epoch that runs. Give interval='epoch', or leave "
+                "microbatch_size out of the strategy"
+            )
         if stage == "fit":
             for number in reversed(self.milestones.values()):  # each is checked, the first stays
                 strategy.num_microbatches = number
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._draws(trainer):
+            self._change(trainer, trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._draws(trainer):
+            self._change(trainer, trainer.current_epoch + 1)
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        moment = trainer.global_step if self.interval == "step" else trainer.current_epoch
+        if not self._draws(trainer):
+            by_step = self.interval == "step"
+            self._change(trainer, trainer.global_step if by_step else trainer.current_epoch)
+
+    def _draws(self, trainer: Trainer) -> bool:
+        strategy: Any = trainer.strategy
+        return strategy.rows_per_step is not None
+
+    def _change(self, trainer: Trainer, moment: int) -> None:
         strategy: Any = trainer.strategy
         before, now = strategy.num_microbatches, self.at(moment)
         if now != before:
@@ -71,6 +98,11 @@ class MicrobatchSchedule(Callback):
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 logger.log_metrics({"pipeline/num_microbatches": float(now)}, trainer.global_step)
             rank_zero_info(
-                f"num_microbatches {before} -> {now} at {self.interval} {moment}: the batch is "
-                "split into other pieces; the samples of an optimizer step stay the same"
+                f"num_microbatches {before} -> {now} at {self.interval} {moment}: "
+                + (
+                    "the batch is split into other pieces; the samples of an optimizer step stay "
+                    "the same"
+                    if strategy.rows_per_step is None
+                    else f"a step draws {strategy.rows_per_step} rows"
+                )
             )

@@ -8,16 +8,14 @@ nothing when there is one rank.
 from __future__ import annotations
 
 import pickle
-import traceback
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.errors import BatchError, ConfigError, PeerError
+from lightning_pipe.errors import ConfigError
 from lightning_pipe.runtime.packing import (
     Packed,
     TensorSpec,
@@ -31,16 +29,6 @@ from lightning_pipe.runtime.ranks import Ranks
 T = TypeVar("T")
 
 _SMALL_BYTES = 1 << 18  # smaller tensors travel together, larger ones from where they are
-
-
-class End(Enum):
-    """The type of `END`."""
-
-    END = "END"
-
-
-END: Final = End.END
-"""In the place of a batch: there are no more."""
 
 
 def broadcast_object(ranks: Ranks, value: T | None, source: int) -> T:
@@ -87,43 +75,30 @@ def gather_objects(ranks: Ranks, value: T, target: int | None = None) -> list[T]
     return [gathered[place] for place in ranks.order]
 
 
-def broadcast_batch(ranks: Ranks, item: Any = None) -> Any:
-    """Gives what the first global rank of the pipeline read from its data loader to all.
+def broadcast_read(ranks: Ranks, value: T | None, instead: Callable[[Exception], T]) -> T:
+    """Gives what the first global rank of the pipeline has read to all.
 
     Args:
         ranks: This rank.
-        item: On that rank a batch, `END`, or the exception that the loader raised; ignored
-        elsewhere.
+        value: What that rank has read; ignored elsewhere.
+        instead: Makes what all are given in its place if it cannot be pickled, of the reason.
 
     Returns:
-        The batch or `END`.
-
-    Raises:
-        BaseException: The loader's exception, on all ranks (`PeerError` where it cannot be
-        pickled). BatchError: The batch cannot be pickled, on all ranks.
+        The value, on that rank the very object.
     """
     if ranks.num_positions == 1:
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        return cast(T, value)
     packed = None
     if ranks.is_first:
-        if isinstance(item, BaseException):
-            packed = _pack_exception(item)
-        else:
-            try:
-                packed = pack(item)
-            except Exception as error:
-                item = BatchError(
-                    f"the batch of type {type(item).__name__} cannot be given to the other stages: "
-                    f"{error}; everything in it must be picklable"
-                )
-                packed = _pack_exception(item)
+        try:
+            packed = pack(value)
+            if not packed.tensors:  # as for exceptions, which may pickle and not come back
+                unpack(packed)
+        except Exception as error:
+            value = instead(error)
+            packed = pack(value)
     received = _broadcast(ranks, packed, ranks.first_position)
-    result = item if ranks.is_first else unpack(received)
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return cast(T, value if ranks.is_first else unpack(received))
 
 
 def send_object(ranks: Ranks, value: Any, target: int) -> None:
@@ -209,17 +184,6 @@ def _sum_over(
 
 def _grad_spec(grad: Tensor | None) -> tuple[tuple[int, ...], torch.dtype, str] | None:
     return None if grad is None else (tuple(grad.shape), grad.dtype, grad.device.type)
-
-
-def _pack_exception(error: BaseException) -> Packed:
-    """An exception as others can raise it: itself, or if it cannot be pickled, its text."""
-    try:
-        packed = pack(error)
-        unpack(packed)
-        return packed
-    except Exception:
-        text = "".join(traceback.format_exception(error))
-        return pack(PeerError(f"the first rank of the pipeline failed to read a batch:\n{text}"))
 
 
 def _broadcast(ranks: Ranks, packed: Packed | None, source: int) -> Packed:

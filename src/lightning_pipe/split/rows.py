@@ -25,7 +25,8 @@ from lightning_pipe.split.nest import describe, first_size, is_text_list, items,
 Rule = int | str | None
 REPLICATE, LIST = "replicate", "list"
 _NO_RULES: Mapping[str, Rule] = {}
-_UNRULED = object()
+UNRULED: Any = object()
+"""No rule is for this key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +171,8 @@ class _Vote:
 def _votes(
     value: Any, path: str, rules: Mapping[str, Rule], *, inside: bool, top: bool = False
 ) -> Iterator[_Vote]:
-    rule = _rule(path, rules)
-    if rule is not _UNRULED:
+    rule = rule_for(path, rules)
+    if rule is not UNRULED:
         yield from _ruled_votes(value, rule)
         return
     size = first_size(value)
@@ -183,7 +184,7 @@ def _votes(
         is_list = _is_plain_list(value)
         for key, item in found:
             in_list = inside or (is_list and (not top or items(item) is not None))
-            yield from _votes(item, _join(path, key), rules, inside=in_list)
+            yield from _votes(item, join_path(path, key), rules, inside=in_list)
 
 
 def _ruled_votes(value: Any, rule: Any) -> Iterator[_Vote]:
@@ -239,26 +240,28 @@ def _text_lists(value: Any) -> Iterator[Sequence[str]]:
 # ---------------------------------------------------------------------- rules
 
 
-def _join(path: str, key: Any) -> str:
+def join_path(path: str, key: Any) -> str:
+    """The path of an item."""
     return f"{path}.{key}" if path else str(key)
 
 
 def _paths(value: Any, path: str) -> Iterator[str]:
     yield path
     for key, item in items(value) or ():
-        yield from _paths(item, _join(path, key))
+        yield from _paths(item, join_path(path, key))
 
 
 def _matches(path: str, key: str) -> bool:
     return path == key or (bool(key) and path.endswith("." + key))
 
 
-def _rule(path: str, rules: Mapping[str, Rule]) -> Any:
+def rule_for(path: str, rules: Mapping[str, Rule]) -> Any:
+    """What the user says about a path; `UNRULED` for nothing."""
     if not rules:
-        return _UNRULED
+        return UNRULED
     if path in rules:
         return rules[path]
-    return next((rule for key, rule in rules.items() if _matches(path, key)), _UNRULED)
+    return next((rule for key, rule in rules.items() if _matches(path, key)), UNRULED)
 
 
 def _by_rule(value: Any, path: str, rows: int, part: slice, rule: Any) -> Any:
@@ -288,18 +291,25 @@ def _misfit(path: str, rule: Any, value: Any, rows: int) -> BatchError:
 
 
 def _taken(value: Any, path: str, rows: int, part: slice, rules: Mapping[str, Rule]) -> Any:
-    rule = _rule(path, rules)
-    if rule is not _UNRULED:
+    rule = rule_for(path, rules)
+    if rule is not UNRULED:
         return _by_rule(value, path, rows, part, rule)
     if first_size(value) is not None:
         return _rows_of(value, part) if first_size(value) == rows else value
     found = items(value)
     if found is None:
         return value
-    if _is_plain_list(value) and len(value) == rows and _is_row_wise(value, rows):
+    if is_list_of_rows(value, rows):
         return value[part]
     keys = iter(found)
-    return rebuilt(value, lambda item: _taken(item, _join(path, next(keys)[0]), rows, part, rules))
+    return rebuilt(
+        value, lambda item: _taken(item, join_path(path, next(keys)[0]), rows, part, rules)
+    )
+
+
+def is_list_of_rows(value: Any, rows: int) -> bool:
+    """Tell whether a value is a list with an item for each row."""
+    return _is_plain_list(value) and len(value) == rows and _is_row_wise(value, rows)
 
 
 def _is_row_wise(value: Any, rows: int) -> bool:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 ARGUMENTS = {
     "pipeline_parallel_size": 2,
     "num_microbatches": 4,
+    "microbatch_size": 2,
     "schedule": "interleaved_1f1b",
     "virtual_stages": 2,
     "split_points": ["layers.0", "layers.2", "layers.3"],

@@ -30,6 +30,8 @@ class _Late(lit.Lit):
         if how == "constructor":
             with torch.device("meta"):
                 self.net = self.make_net()
+        elif how == "early":
+            self.net = self.make_net()
 
     def make_net(self):
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.depth)))
@@ -55,6 +57,10 @@ class _Late(lit.Lit):
 
 
 class _Still(_Late):
+    def on_fit_start(self):
+        if self.how == "early":  # elsewhere this would make all weights on all ranks
+            self.initial = {name: value.clone() for name, value in self.state_dict().items()}
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
@@ -77,24 +83,33 @@ def _loaders(batch_size=8):
     return DataLoader(data, batch_size=batch_size, shuffle=True), DataLoader(data, batch_size=8)
 
 
-def _initial(strategy, how):
+def _initial(strategy):
     """The weights before the first step, gathered, and how many this rank holds after it."""
-    lit.seeded(nn.Module)
-    module, counts = _Still(how), _Counts()
-    trainer = lit.trainer(strategy, _world(), callbacks=[counts], limit_train_batches=1)
-    trainer.fit(module, _loaders()[0])
-    after = torch.rand(3)
-    return {n: v.clone() for n, v in module.state_dict().items()}, counts.held, after
+    found = []
+    for how in ("plain", "early"):
+        pl.seed_everything(1, verbose=False)
+        torch.set_default_dtype(torch.float64)
+        module, counts = _Still(how), _Counts()
+        torch.set_default_dtype(torch.float32)
+        trainer = lit.trainer(strategy, _world(), callbacks=[counts], limit_train_batches=1)
+        trainer.fit(module, _loaders()[0])
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        found.append((module.initial, weights, counts.held, torch.rand(3)))
+    return found
 
 
 def test_each_of_four_ranks_makes_a_quarter_of_the_weights_of_one_device():
-    expected, total, after = run_ranks(1, _initial, None, "plain")[0]
-    results = run_ranks(4, _initial, {"balance": "uniform"}, "plain")
-    for weights, held, random in results:
-        assert held == total // 4
-        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-        assert torch.equal(random, after)
-    assert sum(held for _, held, _ in results) == total == DEPTH * WIDTH**2
+    expected = run_ranks(1, _initial, None)[0]
+    total = DEPTH * WIDTH**2
+    results = run_ranks(4, _initial, {"balance": "uniform"})
+    for result in results:
+        for found, reference in zip(result, expected, strict=True):
+            initial, weights, held, random = found
+            torch.testing.assert_close(initial, reference[0], rtol=0, atol=0)
+            torch.testing.assert_close(weights, reference[1], rtol=0, atol=0)
+            assert held == total // 4
+            assert torch.equal(random, reference[3])
+    assert sum(result[0][2] for result in results) == total
 
 
 class _Hooked(_Late):

@@ -232,21 +232,22 @@ class _TwoLoaders(lit.Lit):
         self.log("val_loss", self.loss(batch))
 
 
-def _combined(strategy, mode):
+def _combined(strategy, mode, reload):
     module = lit.seeded(_TwoLoaders)
     loaders = {
         "a": DataLoader(lit.rows(24), batch_size=8, shuffle=True),
         "b": DataLoader(lit.rows(16), batch_size=8),
     }
-    trainer = lit.trainer(strategy, _world(), max_epochs=2)
+    arguments = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": reload}
+    trainer = lit.trainer(strategy, _world(), **arguments)
     trainer.fit(module, CombinedLoader(loaders, mode), list(loaders.values()))
     return lit.outcome(module, trainer)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
-def test_combined_loaders(mode):
-    expected = run_ranks(1, _combined, None, mode)[0]
-    lit.assert_equal(run_ranks(2, _combined, {}, mode), expected)
+@pytest.mark.parametrize(("mode", "reload"), [("min_size", 1), ("max_size_cycle", 0)])
+def test_combined_loaders(mode, reload):
+    expected = run_ranks(1, _combined, None, mode, reload)[0]
+    lit.assert_equal(run_ranks(2, _combined, {}, mode, reload), expected)
 
 
 class _Lengths(lit.LitTied):

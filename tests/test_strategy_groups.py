@@ -95,33 +95,44 @@ class _Growing(lit.Lit):
         self.sizes.append(len(batch[0]))
 
 
-def _grow(strategy, batch_sizes, callbacks):
-    module, rescaler = lit.seeded(_Growing, batch_sizes), EffectiveBatchRescaler("linear")
+class _Scaling(pl.Callback):
+    """The learning rates of one device, by hand."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-2 * pl_module.batch_sizes[trainer.current_epoch] / 4
+
+
+def _grow(strategy, batch_sizes, callbacks, reload=0):
+    module = lit.seeded(_Growing, batch_sizes)
     trainer = lit.trainer(
         strategy,
         _world(),
         max_epochs=3,
-        callbacks=[*callbacks, rescaler],
-        reload_dataloaders_every_n_epochs=0 if callbacks else 1,
+        callbacks=callbacks,
+        reload_dataloaders_every_n_epochs=reload,
     )
     trainer.fit(module)
-    history = [(entry["step"], entry["old"], entry["new"]) for entry in rescaler.history]
-    return {**lit.outcome(module, trainer), "sizes": module.sizes}, history
+    return {**lit.outcome(module, trainer), "sizes": module.sizes}
 
 
 def _growing():
-    grown = _grow(DRAWS, [2], [MicrobatchSchedule({0: 2, 1: 4, 2: 5}, interval="epoch")])
+    rescaler = EffectiveBatchRescaler("linear")
+    schedule = MicrobatchSchedule({0: 2, 1: 4, 2: 5}, interval="epoch")
+    grown = _grow(DRAWS, [2], [schedule, rescaler])
     with pytest.raises(ConfigError, match="interval='epoch'"):
         _grow(DRAWS, [2], [MicrobatchSchedule({0: 2, 3: 4})])
-    return grown
+    return grown, [(entry["step"], entry["old"], entry["new"]) for entry in rescaler.history]
 
 
 def test_more_micro_batches_are_a_larger_batch_and_learning_rates_follow():
-    expected, changes = run_ranks(1, _grow, None, [4, 8, 10], [])[0]
+    expected = run_ranks(1, _grow, None, [4, 8, 10], [_Scaling()], 1)[0]
     for result, history in run_ranks(2, _growing):
+        for name in ("pipeline/effective_batch", "pipeline/lr_scale"):
+            result["metrics"].pop(name)
         lit.assert_equal([result], expected)
         assert result["sizes"] == [4] * 10 + [8] * 5 + [10] * 4
-        assert history == changes == [(10, 4, 8), (15, 8, 10)]
+        assert history == [(10, 4, 8), (15, 8, 10)]
 
 
 class _Stop(pl.Callback):

@@ -122,3 +122,24 @@ def test_a_loss_that_is_no_mean_over_rows_is_said_to_be_one():
         "sum",
     }
     assert max(said.values()) == 1
+
+
+class _Few(lit.Lit):
+    """Its end refuses more rows than a micro-batch has."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        if len(out) > 2:
+            raise ValueError(f"{len(out)} rows")
+        return F.cross_entropy(out, batch[1])
+
+
+def test_an_end_that_cannot_run_on_the_whole_batch_is_said_once():
+    module = lit.seeded(_Few)
+    trainer = lit.trainer({"num_microbatches": 4, "virtual_stages": 2}, 1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    texts = [str(w.message) for w in said if "the end of" in str(w.message)]
+    assert len(texts) == 1
+    assert "training_step cannot be run on the whole batch (ValueError: 8 rows)" in texts[0]

@@ -233,9 +233,9 @@ class PipelineStrategy(PipelineConstruction):
         self._follow = Follow()
         module, ranks = self._module, self._own_ranks
         fitting = trainer.state.fn == TrainerFn.FITTING
+        refuse_tuners(vars(trainer)["callbacks"] if ranks.num_positions > 1 else ())
         if fitting:
             refuse_training(module)
-            refuse_tuners(vars(trainer)["callbacks"] if ranks.num_positions > 1 else ())
         with nullcontext() if self._blueprint is None else self._building():
             self.model = self.precision_plugin.convert_module(module)
         flags = meeting.meet(ranks, "sets the model up", _loops.has_user_hooks(trainer))

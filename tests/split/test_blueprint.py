@@ -107,6 +107,15 @@ def test_what_is_dropped_is_not_made():
     assert torch.equal(net[4].weight, expected["4.weight"])
 
 
+def test_ranks_can_tell_whether_they_built_the_same():
+    def digest(make):
+        blueprint, net = _built(make)
+        return blueprint.digest, net
+
+    assert digest(_Odd)[0] == digest(_Odd)[0]
+    assert digest(_layers)[0] != digest(lambda: nn.Sequential(_layers(1, 8), _layers()))[0]
+
+
 def test_a_loaded_checkpoint_replaces_the_recipe():
     state = _layers().state_dict()
     blueprint, net = _built(_layers)

@@ -30,8 +30,9 @@ __all__ = ["EffectiveBatchRescaler"]
 class EffectiveBatchRescaler(Callback):
     """Rescales learning rates and warm-up when the samples of an optimizer step change.
 
-    The effective batch is rows of a batch x batches that are accumulated x replicas. It is compared
-    with the reference: the argument, else that of the checkpoint that is resumed, else what it was
+    The effective batch is rows of a batch (of the first one, or what a step draws with
+    `microbatch_size`) x batches that are accumulated x replicas. It is compared with the reference:
+    the argument, else that of the checkpoint that is resumed, else what it was
     before it changed during training (`GradientAccumulationScheduler`, `MicrobatchSchedule`). The
     number of micro-batches alone does not change it where they only split a batch.
 

@@ -133,7 +133,9 @@ class Tape:
         """The same on ranks that did the same."""
         known = hashlib.sha256()
         for entry in self._entries:
-            what = (str(entry.function), entry.arguments, sorted(entry.writes), entry.makes)
+            leaves, _ = flatten(entry.arguments)
+            said = [_said(leaf) for leaf in leaves]
+            what = (str(entry.function), said, sorted(entry.writes), sorted(entry.makes.items()))
             known.update(repr(what).encode())
             if entry.drawn is not None:
                 known.update(entry.drawn.state.numpy().tobytes())
@@ -190,6 +192,15 @@ class Tape:
             outputs = tensors(entry.function(*args, **kwargs))
         for place, number in entry.makes.items():
             there[number] = outputs[place].untyped_storage()
+
+
+def _said(leaf: Any) -> str:
+    """An argument in words that are the same on all ranks."""
+    if isinstance(leaf, torch.device):
+        return leaf.type
+    if isinstance(leaf, torch.Generator):
+        return "generator"
+    return repr(leaf)
 
 
 __all__ = ["Entry", "Held", "Storage", "Tape", "View"]

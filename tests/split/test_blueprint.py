@@ -44,10 +44,15 @@ class _Odd(nn.Module):
         self.apply(self._init)
         self.short = nn.Linear(200, 200).half()
         self.recurrent = nn.LSTM(64, 128, 2)
+        self.special = _Own(torch.randn(200, 200))
 
     def _init(self, module):
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, 0, self.std)
+
+
+class _Own(nn.Parameter):
+    """A parameter of a class of its own."""
 
 
 class _Holder(nn.Module):
@@ -84,7 +89,8 @@ def test_weights_are_those_of_a_module_built_as_usual(budget_bytes):
     assert net.state_dict().keys() == expected.state_dict().keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(net.state_dict()[name], value), name
-    assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+    kinds = {type(parameter) for parameter in net.parameters()}
+    assert kinds == {nn.Parameter, _Own}
     assert torch.equal(net.row, expected.row)
     assert net.sum == expected.sum
     assert net.tied.weight is net.first.weight

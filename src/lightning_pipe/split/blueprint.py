@@ -101,7 +101,8 @@ class Blueprint:
                 self._absent.make(module)
         finally:
             self._building = before
-            self._settle(module)
+            with plain_functions():
+                self._settle(module)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -130,6 +131,9 @@ class Blueprint:
                 self._known.pop(key)
             elif num_users(storage.handle) != 1 + users[key]:
                 self._pin(storage)
+        for parameter in module.parameters():
+            if type(parameter) not in (nn.Parameter, _ColdParameter):
+                self.pin_all(parameter)
         self.guard(module)
 
     def guard(self, module: nn.Module) -> None:
@@ -370,7 +374,7 @@ class _Operations(DispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
-        if not all(kind in _PLAIN for kind in types):
+        if not all(map(_is_plain, types)):
             return NotImplemented  # what such a tensor is made of comes by itself
         return self._blueprint.operation(func, args, kwargs or {})
 
@@ -418,7 +422,10 @@ class _ColdParameter(nn.Parameter):
         return copied
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter, _ColdParameter))
+def _is_plain(kind: type) -> bool:
+    """Whether operations on such tensors are torch's own."""
+    own: Any = Tensor.__torch_dispatch__
+    return getattr(kind, "__torch_dispatch__", None) is own
 
 
 def _only_looks(func: Any) -> bool:

@@ -49,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
     "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
     "plan_command": {"torch", "lightning", "yaml"},
+    "link_command": {"torch"},
     "cli": {"lightning", "jsonargparse"},
 }
 ORDER = list(LAYERS)

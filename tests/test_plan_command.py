@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from lightning_pipe import PipelineStrategy, cli, plan_command
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planfile import read_plan
-from lightning_pipe.planning.costs import CostTable
+from lightning_pipe.planning.costs import CostTable, LinkCosts
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.split._fake import is_fake, large_as_fakes, to_dtype
 
@@ -92,6 +93,12 @@ def test_measured_costs_are_used_again(tmp_path: Path, capsys: pytest.CaptureFix
     again = planned("--config", path, "--output", "", "--costs", costs)
     assert again.prediction is not None
     assert again.prediction.step_s is not None
+    slow = replace(table, link=LinkCosts(latency_s=1.0, bytes_per_s=1e6))
+    Path(costs).write_text(slow.to_json())
+    waits = planned("--config", path, "--output", "", "--costs", costs)
+    assert waits.prediction is not None
+    assert waits.prediction.step_s is not None
+    assert waits.prediction.step_s > 1.0 > again.prediction.step_s  # the table's link counts
     capsys.readouterr()
 
 

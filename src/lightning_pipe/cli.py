@@ -22,14 +22,14 @@ from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedu
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.planning.simulate import held_over_time, simulate
 
-__all__ = ["doctor", "draw", "main", "plan", "train"]
+__all__ = ["doctor", "draw", "link", "main", "plan", "train"]
 
 _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
 
 
 def main() -> None:
     """Runs the command in `sys.argv`."""
-    own = {"doctor": doctor, "draw": draw, "plan": plan}
+    own = {"doctor": doctor, "draw": draw, "link": link, "plan": plan}
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in own:
         train()
@@ -51,6 +51,13 @@ def plan(arguments: Sequence[str]) -> None:
     plan_command.plan(arguments)
 
 
+def link(arguments: Sequence[str]) -> None:
+    """Measures how fast values get from one process to another."""
+    from lightning_pipe import link_command
+
+    link_command.link(arguments)
+
+
 def _find_classes_here() -> None:
     """As with `python -m`: class paths start in this folder."""
     if os.getcwd() not in sys.path:
@@ -67,7 +74,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also: lightning-pipe plan, draw and doctor with --help",
+            "epilog": "See also: lightning-pipe plan, link, draw and doctor with --help",
         },
     )
 
@@ -181,3 +188,7 @@ def _write(
     else:
         schedule_figure(schedule, costs).savefig(path, format=kind, dpi=150)
     print(f"wrote {path}")
+
+
+if __name__ == "__main__":  # torchrun -m lightning_pipe.cli
+    main()

@@ -28,6 +28,7 @@ from lightning_pipe.planfile import read_costs
 from lightning_pipe.planning.choose import Request, Search, search
 from lightning_pipe.planning.conclude import plan_of
 from lightning_pipe.planning.costs import (
+    FREE,
     GUESSED_FLOPS_PER_S,
     GUESSED_LINK,
     CostTable,
@@ -229,10 +230,13 @@ class _Fit:
 
 def _search(fit: _Fit, options: Any) -> tuple[Search, CostTable | None]:
     """Chooses on a fine trace; then cuts on the one that `fit` will make for the choice."""
-    request = _request(fit, options)
+    known = _known_costs(fit, options)
+    request = _request(fit, options, known)
     finest = (request.num_ranks or request.devices) * (request.virtual_stages or 2)
     first = request.num_microbatches or min(fit.rows, 4 * (request.num_ranks or request.devices))
-    table = _table(fit, options, finest, first)
+    table = known
+    if known is None and options.measure:
+        table = fit.measure(finest, first, torch.device(options.measure))
     rough = _priced(fit.profile(finest, first), table, options)
     chosen = search(rough, request).chosen.candidate
     stages = chosen.num_ranks * chosen.virtual_stages
@@ -251,15 +255,12 @@ def _search(fit: _Fit, options: Any) -> tuple[Search, CostTable | None]:
     return found, table
 
 
-def _table(fit: _Fit, options: Any, num_stages: int, num_microbatches: int) -> CostTable | None:
+def _known_costs(fit: _Fit, options: Any) -> CostTable | None:
+    """What was measured before: the option's table, or the strategy's."""
     if options.costs:
         return read_costs(options.costs)
-    if fit.arguments.get("costs") is not None:
-        table: CostTable = fit.arguments["costs"]
-        return table
-    if options.measure:
-        return fit.measure(num_stages, num_microbatches, torch.device(options.measure))
-    return None
+    table: CostTable | None = fit.arguments.get("costs")
+    return table
 
 
 def _priced(profile: Profile, table: CostTable | None, options: Any) -> Profile:
@@ -268,7 +269,7 @@ def _priced(profile: Profile, table: CostTable | None, options: Any) -> Profile:
     return profile.with_costs(table)
 
 
-def _request(fit: _Fit, options: Any) -> Request:
+def _request(fit: _Fit, options: Any, known: CostTable | None) -> Request:
     given = fit.arguments
     devices = options.devices or fit.devices
     free = options.free_stages or options.copies
@@ -295,11 +296,19 @@ def _request(fit: _Fit, options: Any) -> Request:
         headroom_fraction=options.headroom,
         topology=Topology(
             options.devices_per_node,
-            _link(options.link, GUESSED_LINK),
-            _link(options.node_link, _NODE_LINK) if options.devices_per_node else None,
+            _link(options.link, _measured(known, "link") or GUESSED_LINK),
+            _link(options.node_link, _measured(known, "node_link") or _NODE_LINK)
+            if options.devices_per_node
+            else None,
         ),
         copies=options.copies,
     )
+
+
+def _measured(table: CostTable | None, name: str) -> LinkCosts | None:
+    """A link of a cost table; one that costs nothing was not measured."""
+    link: LinkCosts | None = None if table is None else getattr(table, name)
+    return None if link == FREE else link
 
 
 def _link(text: str | None, default: LinkCosts) -> LinkCosts:

@@ -59,12 +59,13 @@ class Block(nn.Module):
     def __init__(self, wait_s: float, num_kept: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(16))
+        self.bias = nn.Parameter(torch.zeros(16))  # so that the first stage has a way back too
         self.wait_s, self.num_kept = wait_s, num_kept
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.num_kept):
             x = x.tanh()
-        value = _Wait.apply(x, self.wait_s, self.wait_s)
+        value = _Wait.apply(x + self.bias, self.wait_s, self.wait_s)
         return value * _Wait.apply(self.weight, 0.0, self.wait_s)
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     profiled_s = time.perf_counter()
     link = Topology(1, LinkCosts(1e-5, 2e11), LinkCosts(2e-5, 2.5e10))
     request = Request(
-        rows=8 * options.devices,
+        rows=4 * options.devices,  # micro-batches of one row: two do not fit
         devices=options.devices,
         topology=link,
         cap_bytes=80 * 2**30,

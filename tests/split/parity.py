@@ -38,6 +38,7 @@ class Parity:
     cut: StepCut
     #: the cut of each micro-batch, of steps that call other units for each
     ways: Sequence[StepCut] = ()
+    losses: Sequence[float] = ()
 
 
 def piece(batch: Any, microbatch: int) -> Any:
@@ -113,6 +114,7 @@ def compare(
         _buffers(reference, cases, cut),
         cut,
         cuts,
+        got,
     )
 
 

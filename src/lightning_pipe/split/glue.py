@@ -19,6 +19,7 @@ from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.rng import KeyedRandom
 from lightning_pipe.split.trace import Trace, ValueKey
 from lightning_pipe.split.tree import tensors
+from lightning_pipe.split.typed import address_of
 from lightning_pipe.split.watch import check_script
 
 
@@ -73,6 +74,9 @@ class Glue(TorchFunctionMode):
             count,
         ) in run.trace.random_glue:  # what is received seeds too, for Python's draws
             run.random.at(segment, count, 3)
+        address = address_of(func, args)
+        if address is not None:
+            return address
         if key in run.received and function_name(func) == run.trace.glue[key].function:
             self._segment, self._count = segment, count + 1
             return run.received[key]

@@ -102,7 +102,7 @@ class UnitMemo:
 
 def _is_simple(leaf: Leaf) -> bool:
     return isinstance(leaf, (NewTensor, Alias)) or (
-        isinstance(leaf, Constant) and isinstance(leaf.value, _PLAIN)
+        isinstance(leaf, Constant) and leaf.known and isinstance(leaf.value, _PLAIN)
     )
 
 

@@ -55,7 +55,8 @@ from lightning_pipe.split.trace import (
     WrittenOutput,
 )
 from lightning_pipe.split.tree import flatten, tensors, unflatten
-from lightning_pipe.split.unknown import Unknown, forget
+from lightning_pipe.split.typed import asking_files
+from lightning_pipe.split.unknown import Unknown, forget, unknown_output
 from lightning_pipe.split.watch import check_aliases, check_made, check_script
 
 #: what is said to a training step that returns None
@@ -129,6 +130,7 @@ class StageProgram:
         names = dict.fromkeys((*self._trace.unit_names, *others))
         self._units = [(name, root.get_submodule(name)) for name in names]
         self._ghosts: dict[ValueKey, Tensor] = {}
+        self._asking = asking_files(root, [module for _, module in self._units])
         self._needs_mode = watch or cut.num_stages > 1 or bool(self._trace.random_glue)
         modules = [module for _, module in self._units]
         self._opens_encoders = any(True for _ in opened_encoders(root, modules))
@@ -270,6 +272,7 @@ class _Run:
         try:
             with ExitStack() as stack:
                 stack.enter_context(attributes(self._replacements()))
+                stack.enter_context(attributes(program._asking))
                 stack.enter_context(attributes(list(routed(units))))
                 if (program._needs_mode or self._record) and program._opens_encoders:
                     modules = [module for module, _ in units]
@@ -486,7 +489,7 @@ class _Run:
             for position, leaf in enumerate(call.leaves):
                 key = (call.index, position)
                 if isinstance(leaf, Constant):
-                    values.append(leaf.value)
+                    values.append(leaf.value if leaf.known else unknown_output(call.unit))
                 elif isinstance(leaf, Alias):
                     values.append(arguments[leaf.argument])
                 else:

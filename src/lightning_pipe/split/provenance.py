@@ -30,6 +30,7 @@ from lightning_pipe.split._fake import (
 )
 from lightning_pipe.split.trace import GlueValue, Meta, Source, ValueKey
 from lightning_pipe.split.tree import tensors
+from lightning_pipe.split.typed import address_of
 
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
@@ -89,6 +90,8 @@ class OperatorLedger(DispatchMode):
         self.read_draws = False
         #: single numbers drawn inside units: their code may branch on them
         self.scalar_draws = 0
+        #: values that units turned into Python data
+        self.reads_in_units = 0
         self.drawn_in_units = 0
         self.value_reads = 0
         self.reading_modules: set[int] = set()
@@ -156,6 +159,8 @@ class OperatorLedger(DispatchMode):
         if count is not None:
             self.flops += int(count(*args, **kwargs, out_val=out))
         made = tensors(out)
+        if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+            self.reads_in_units += 1
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self.drawn_in_units += 1
             self.scalar_draws += any(t.numel() == 1 for t in made)
@@ -326,6 +331,9 @@ class ValueLedger(TorchFunctionMode):
         parents = NOTHING.union(*(self.of(t) for t in inputs))
         place = (self.segment, self._count if self._segment == self.segment else 0)
         reads, draws = self._operators.value_reads, self._operators.random_draws
+        address = address_of(func, args)
+        if address is not None:
+            return address
         if func in _DIFFERENTIATE:
             raise InnerGradient(getattr(func, "__name__", "grad"))
         try:

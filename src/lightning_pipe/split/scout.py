@@ -41,6 +41,7 @@ from lightning_pipe.split.rng import KeyedRandom, generators_of, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper, Snapshot
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import flatten, tensors, unflatten
+from lightning_pipe.split.typed import address_of, asking_files
 
 
 class _Lost(BaseException):
@@ -140,6 +141,7 @@ class _Scout(TorchFunctionMode):
                 found.append((self._root, name, lambda *args, **kwargs: self._note(args)))
         with ExitStack() as stack:
             stack.enter_context(attributes(found))
+            stack.enter_context(attributes(asking_files(self._root, self._units.values())))
             stack.enter_context(attributes(list(opened_encoders(self._root, self._units.values()))))
             stack.enter_context(attributes(list(routed(units))))
             stack.enter_context(regions.watched())
@@ -168,6 +170,9 @@ class _Scout(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy:
             return func(*args, **kwargs)
+        address = address_of(func, args)
+        if address is not None:
+            return address
         segment, count = self._place
         self._draws.on_draw = partial(self._random.at, segment, count, 3)
         out = func(*args, **kwargs)

@@ -81,9 +81,10 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An output leaf that is no tensor."""
+    """An output leaf that is no tensor; ``known`` is false for what depends on data or draws."""
 
     value: Any
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +61,7 @@ from lightning_pipe.split.trace import (
     WrittenOutput,
 )
 from lightning_pipe.split.tree import TreeSpec, flatten, map_tensors, tensors, unflatten
+from lightning_pipe.split.typed import asking_files
 
 
 class _Inside(DispatchMode):
@@ -153,6 +155,7 @@ class Tracer:
             with ExitStack() as stack:
                 stack.enter_context(inside_step())
                 stack.enter_context(attributes(self._replacements()))
+                stack.enter_context(attributes(asking_files(self._root, self._units.values())))
                 stack.enter_context(
                     attributes(list(opened_encoders(self._root, self._units.values())))
                 )
@@ -335,7 +338,7 @@ class Tracer:
         index = len(self.calls)
         before = _tensor_attributes(module)
         flops, drawn = self.operators.flops, self.operators.drawn_in_units
-        scalar_draws = self.operators.scalar_draws
+        scalar_draws, reads = self.operators.scalar_draws, self.operators.reads_in_units
         self._busy, self.operators.inside, self._saved.in_unit = True, index, True
         try:
             with function_mode_off(self.values):
@@ -348,6 +351,8 @@ class Tracer:
         if draws:
             out = self._own_objects(out, module, arguments)
         leaves, num_outputs, made = self._outputs(index, module, out, arguments, written, before)
+        if draws or self.operators.reads_in_units != reads:
+            leaves = tuple(Constant(None, known=False) if _may_vary(x) else x for x in leaves)
         flops = self.operators.flops - flops
         saved = self._saved.at(index, in_unit=True)
         saved_bytes = sum(num_bytes for _, num_bytes in saved)
@@ -498,6 +503,12 @@ class Tracer:
         before = self.operators.of(tensor)
         self.operators.write(tensor, key)
         self.operators.set(tensor, key | before)
+
+
+def _may_vary(leaf: Leaf) -> bool:
+    """Tell whether a leaf of a unit that looks at values may be one of them."""
+    kinds = (int, float, complex, np.ndarray, np.generic)
+    return isinstance(leaf, Constant) and isinstance(leaf.value, kinds)
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -21,20 +21,18 @@ class Unknown:
     """Stands for the number during a step; any use of it is an error.
 
     Args:
-        unit: The unit.
-        attribute: Where it keeps the number.
+        what: What it is, for a sentence.
+        instead: What to write.
     """
 
-    def __init__(self, unit: str, attribute: str) -> None:
-        self._where = (unit, attribute)
+    def __init__(self, what: str, instead: str) -> None:
+        self._what, self._instead = what, instead
 
     def refuse(self, *_: Any) -> NoReturn:
         """Say what was read and what to do."""
-        unit, attribute = self._where
         raise CutError(
-            f"the step reads '{attribute}' of '{unit}', a number that the unit sets in its "
-            "forward, and it ran on another stage. Only tensors travel between stages: keep it as "
-            "a tensor (`.detach()` where you have `.item()`), or return it from forward."
+            f"the step reads {self._what}, and it ran on another stage. Only tensors travel "
+            f"between stages: {self._instead}."
         )
 
 
@@ -47,4 +45,16 @@ def forget(module: nn.Module, unit: str, attributes: Iterable[tuple[str, str]]) 
     for name, attribute in attributes:
         space = vars(module.get_submodule(name))
         if isinstance(space.get(attribute), (int, float, complex, type(None))):
-            space[attribute] = Unknown(unit, attribute)
+            space[attribute] = Unknown(
+                f"'{attribute}' of '{unit}', a number that the unit sets in its forward",
+                "keep it as a tensor (`.detach()` where you have `.item()`), or return it from "
+                "forward",
+            )
+
+
+def unknown_output(unit: str) -> Unknown:
+    """Stand for a number that a unit returned and that depends on data or on random draws."""
+    return Unknown(
+        f"what '{unit}' returns beside tensors, a number that it makes of values or random draws",
+        "return it as a tensor (`.detach()` where you have `.item()`)",
+    )

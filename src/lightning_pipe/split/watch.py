@@ -61,7 +61,7 @@ def _is_as_traced(
     trace: Trace, value: Any, leaf: Leaf, key: ValueKey, *, may_lack_gradient: bool
 ) -> bool:
     if isinstance(leaf, Constant):
-        plain = isinstance(leaf.value, (bool, int, float, str, type(None)))
+        plain = leaf.known and isinstance(leaf.value, (bool, int, float, str, type(None)))
         return not isinstance(value, Tensor) and (not plain or bool(value == leaf.value))
     if not isinstance(value, Tensor):
         return False

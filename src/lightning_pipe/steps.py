@@ -45,7 +45,7 @@ from lightning_pipe.split.again import can_run_again
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.blueprint import Blueprint
-from lightning_pipe.split.copies import copied_names, find_copies
+from lightning_pipe.split.copies import copied_names, find_copies, other_names
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
@@ -171,6 +171,7 @@ class Pipeline:
         own = [s for s, rank in enumerate(stage_to_rank) if rank == self.ranks.position]
         ownership = Ownership(self.module, frozenset().union(*(held[s] for s in own)))
         units |= {name: units[unit] for name, unit in copied_names(units, copies).items()}
+        units |= other_names(self.module, units)
         trace.keep_whole |= copied_names(trace.keep_whole, copies).keys()
         trace.open_up |= copied_names(trace.open_up, copies).keys()
         sizes = {

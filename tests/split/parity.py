@@ -15,6 +15,7 @@ from lightning_pipe.cuts import lay
 from lightning_pipe.home import Home
 from lightning_pipe.planning.balance import partition
 from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.copies import other_names
 from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
@@ -166,6 +167,7 @@ def evaluate(
     homes: dict[str, set[int]] = {}
     for call in train.calls:
         homes.setdefault(call.unit, set()).add(stages[call.index])
+    homes |= other_names(case.module, homes)
     held = parameters_of_stages(case.module, StepCut(train, stages))
     case.module.eval()
     with torch.no_grad():

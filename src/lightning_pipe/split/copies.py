@@ -8,8 +8,11 @@ this costs nothing; elsewhere each update would send the whole source.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from typing import TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
 
 
 def find_copies(root: nn.Module, read: Set[str]) -> dict[str, str]:
@@ -57,4 +60,30 @@ def copied_names(names: Iterable[str], copies: Mapping[str, str]) -> dict[str, s
     }
 
 
-__all__ = ["copied_names", "find_copies"]
+def other_names(root: nn.Module, units: Mapping[str, T]) -> dict[str, T]:
+    """Give what is known of units to the other names of the same modules, and of parts of them.
+
+    A module that is reachable twice, such as a compiled one beside the plain one, may be called by
+    another name in another step.
+    """
+    named = list(root.named_modules(remove_duplicate=False))
+    known: dict[int, T] = {}
+    for name, module in named:
+        unit = _around(name, units)
+        if unit is not None:
+            known.setdefault(id(module), units[unit])
+    return {
+        name: known[id(module)]
+        for name, module in named
+        if id(module) in known and _around(name, units) is None
+    }
+
+
+def _around(name: str, units: Mapping[str, T]) -> str | None:
+    """The unit that is or holds the module ``name``."""
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name if name in units else None
+
+
+__all__ = ["copied_names", "find_copies", "other_names"]

@@ -16,6 +16,7 @@ from lightning_pipe.planning.choose import (
     try_one,
 )
 from lightning_pipe.planning.plan import format_bytes, format_seconds
+from lightning_pipe.planning.profile import ranges
 from lightning_pipe.planning.simulate import BubbleParts, bubble_parts
 
 __all__ = ["explain", "parts_of"]
@@ -152,7 +153,11 @@ def _gain(outcome: Outcome, chosen: Outcome) -> str:
 
 def _price_of_checkpointing(found: Search) -> str:
     chosen = found.chosen
-    without = try_one(found.profile, found.request, replace(chosen.candidate, checkpointing=False))
+    starts = ranges(chosen.starts, len(chosen.profile.units))
+    same_cut = replace(
+        found.request, balance=tuple(end - start for start, end in starts), split_points=None
+    )  # for memory alone it would be cut elsewhere, and that is another price
+    without = try_one(found.profile, same_cut, replace(chosen.candidate, checkpointing=False))
     longer = chosen.step_s / without.step_s - 1
     if without.ledger.fits:
         return f"checkpointing was asked for and makes a step {longer:.0%} longer"

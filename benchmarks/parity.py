@@ -46,7 +46,7 @@ STAGES = """| model | stages | calls | loss error | gradient error | boundary | 
 """
 SCHEDULES = """
 Known to differ: the running statistics of a BatchNorm that is called on two stages
-(`siamese_batch_norm`). Refused: fewer unit calls than stages.
+(`siamese_batch_norm`). Refusals, among them fewer unit calls than stages, say why in their rows.
 
 ## Schedules
 

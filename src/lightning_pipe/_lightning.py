@@ -100,6 +100,25 @@ def takes_dataloader_iter(module: LightningModule, name: str) -> bool:
     return is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
 
 
+def loggers_of(module: torch.nn.Module) -> list[Any]:
+    """The loggers of the Trainer that runs a module; none if there is no Trainer."""
+    trainer = vars(module).get("_trainer")
+    return [] if trainer is None else list(trainer.loggers)
+
+
+def loggers_replaced(
+    module: torch.nn.Module, wrap: Callable[[int, Any], Any]
+) -> list[tuple[Any, str, Any]]:
+    """What to set so that a step finds other loggers: owner, attribute, and value.
+
+    Args:
+        module: The LightningModule.
+        wrap: Makes what stands for a logger from its number and itself.
+    """
+    loggers = [wrap(index, logger) for index, logger in enumerate(loggers_of(module))]
+    return [(vars(module)["_trainer"], "_loggers", loggers)] if loggers else []
+
+
 def set_device(module: torch.nn.Module, device: torch.device) -> None:
     """Makes `module.device` say where the module is about to be."""
     for child in module.modules():

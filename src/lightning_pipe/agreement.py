@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_pipe import _loops
 from lightning_pipe.runtime import share
@@ -57,4 +58,8 @@ def _monitored(ranks: Ranks, key: str, value: Any) -> Any:
             f"{key}, which a learning rate scheduler monitors, is {values} on the ranks of the "
             f"pipeline: all take {first}, the value of global rank 0. Log the same on all ranks"
         )
-    return value if value is None or first is None else torch.as_tensor(first)
+    if value is None or first is None:
+        return value
+    # in its own precision: whether a plateau is one may hang on the last digits
+    dtype = value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()
+    return torch.as_tensor(first, dtype=dtype)

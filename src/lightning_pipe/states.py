@@ -247,7 +247,7 @@ def whole(
             held[key] = value
         yield
     finally:
-        for space, key, value in saved:
+        for space, key, value in reversed(saved):  # a module with two names was set twice
             space[key] = value
 
 

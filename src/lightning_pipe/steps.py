@@ -10,11 +10,11 @@ import hashlib
 import re
 import time
 import warnings
-from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_pipe.activations import units_to_run_again
 from lightning_pipe.cuts import Cuts
 from lightning_pipe.decide import decide
-from lightning_pipe.errors import CutError
+from lightning_pipe.errors import CutError, PipelineError
 from lightning_pipe.gradients import GradientStash
 from lightning_pipe.home import (
     CutStep,
@@ -46,13 +46,13 @@ from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.copies import copied_names, find_copies, other_names
-from lightning_pipe.split.memo import UnitMemo
+from lightning_pipe.split.memo import Elsewhere, SharedOutcomes, UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
-from lightning_pipe.split.patching import find_metrics
+from lightning_pipe.split.patching import attributes, find_metrics
 from lightning_pipe.split.paths import Paths
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
-from lightning_pipe.split.program import SKIPPED
+from lightning_pipe.split.program import Skipped
 from lightning_pipe.split.rng import Salts, generators_of, mix, preserved
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
 from lightning_pipe.split.saved import KeptBytes
@@ -61,9 +61,12 @@ from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.statistics import DeferredStatistics, Noted
 from lightning_pipe.tail import Tail, Traces
+from lightning_pipe.tail.loggers import silenced_loggers
 from lightning_pipe.ways import Ways, look_around, more_parameters
 from lightning_pipe.whole import WholeTail
 from lightning_pipe.work import Context, StageOfStep, StepRun, Trial
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -118,6 +121,8 @@ class Pipeline:
         self.blueprint: Blueprint | None = None
         self._ways = Ways()
         self._home: Home | None = None
+        self._known: dict[str, nn.Parameter] = {}
+        self._shared = SharedOutcomes()
         self._plan: Plan | None = None
         self._schedules: dict[Any, Schedule] = {}
 
@@ -216,6 +221,7 @@ class Pipeline:
             again,
         )
         ownership.drop_foreign(self.device)
+        self._known = dict(self.module.named_parameters())
         self._ways.note((name, training), trace)
         if paths.vary:
             self._ways.varies((name, training))
@@ -225,7 +231,8 @@ class Pipeline:
 
     def _look(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Paths:
         """Traces the first step, and its other ways if it draws numbers that may decide on them."""
-        try:
+
+        def look() -> Paths:
             absent = self.blueprint is not None
             with whole_as_fakes(self.module, self.device, is_absent=absent):
                 trace = partial(self._trace, name, piece, rest, training=training)
@@ -233,11 +240,9 @@ class Pipeline:
                 paths = Paths(first, seen=[first])
                 if first.draws and self.layout.num_stages > 1:
                     paths = look_around(self.module, first, self._cuts.memo, trace)
-        except Exception:
-            self._agree(None)
-            raise
-        self._agree(paths.digest_text())
-        return paths
+            return paths
+
+        return self._together(look, Paths.digest_text)
 
     @property
     def _sharers(self) -> int:
@@ -273,11 +278,15 @@ class Pipeline:
         def traced(batch: Any) -> Any:
             value = step(batch, *rest)
             if training and value is None:
-                raise CutError(SKIPPED)
+                raise Skipped
             return value
 
-        with torch.set_grad_enabled(training), self._context(name):
-            return trace_step(
+        with (
+            torch.set_grad_enabled(training),
+            self._context(name),
+            _noted(name, piece),
+        ):
+            found = trace_step(
                 self.module,
                 traced,
                 piece,
@@ -287,22 +296,67 @@ class Pipeline:
                 salts=salts,
                 like=like,
                 memo=memo,
+                silenced=partial(silenced_loggers, self.module),
+                shared=self._shared,
             )
+        if training and self._home is not None:
+            self._refuse_strangers(found)
+        return found
 
-    def _agree(self, text: str | None) -> None:
-        """Refuses to go on if the ranks did not see the same step; None where it raised."""
-        if text is not None:  # each rank has a device of its own
-            text = re.sub(r"(?<=[a-z]):\d+|, index=\d+", "", text)
-        digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()
-        digests = share.gather_objects(self.ranks, digest) or []
-        if digest is not None and len(set(digests)) > 1:
+    def _together(self, make: Callable[[], T], text_of: Callable[[T], str]) -> T:
+        """Looks at a step on all ranks, which have to see the same. A unit that only its own rank
+        can run is made known to the others, and they look again.
+
+        Args:
+            make: Looks at the step.
+            text_of: A text that is equal on two ranks exactly if they saw the same.
+        """
+        while True:
+            failure = None
+            try:
+                found = make()
+            except Exception as error:
+                failure = error
+            again = self._agree("" if failure is not None else text_of(found), failure)
+            if again:
+                continue
+            if failure is not None:
+                raise failure
+            return found
+
+    def _agree(self, text: str, failure: Exception | None) -> bool:
+        """Refuses to go on if the ranks did not see the same step.
+
+        Args:
+            text: What this rank saw.
+            failure: Why it saw nothing, if so.
+
+        Returns:
+            Whether to look again, with what other ranks have found out.
+        """
+        # each rank has a device of its own
+        text = re.sub(r"(?<=[a-z]):\d+|, index=\d+", "", text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        seen = (digest, reason, isinstance(failure, Elsewhere), self._shared.made)
+        told = share.gather_objects(self.ranks, seen) or []
+        is_new = self._shared.learn(made for *_, made in told)
+        failed = [(rank, why) for rank, (_, why, _, _) in enumerate(told) if why is not None]
+        if failed and is_new and all(elsewhere for _, why, elsewhere, _ in told if why):
+            return True
+        if failure is not None:
+            return False
+        if failed:
+            raise CutError(f"the step cannot be traced on rank {failed[0][0]}: {failed[0][1]}")
+        digests = [digest for digest, *_ in told]
+        if len(set(digests)) > 1:
             differs = next(i for i, other in enumerate(digests) if other != digests[0])
             raise CutError(
                 f"the step is not the same on all ranks: ranks 0 and {differs} of {len(digests)} "
-                "traced different calls or shapes, or it raised on one of them. Build the same "
-                "model on every rank: nothing in it may depend on the rank or on an unseeded "
-                "random choice"
+                "traced different calls or shapes. Build the same model on every rank: nothing in "
+                "it may depend on the rank or on an unseeded random choice"
             )
+        return False
 
     def _cut_for(
         self, state: tuple[str, bool, Any], piece: Any, rest: tuple[Any, ...], *, training: bool
@@ -310,12 +364,10 @@ class Pipeline:
         """The cut of a step for one batch structure; a new one costs at most one trace."""
 
         def trace(memo: UnitMemo | None) -> Trace:
-            try:
-                found = self._trace(state[0], piece, rest, training=training, memo=memo)
-            except Exception:
-                self._agree(None)
-                raise
-            self._agree(found.digest_text())
+            found = self._together(
+                partial(self._trace, state[0], piece, rest, training=training, memo=memo),
+                Trace.digest_text,
+            )
             self._ways.note(state[:2], found)
             return found
 
@@ -331,25 +383,25 @@ class Pipeline:
         training: bool,
     ) -> list[CutStep]:
         """The cut of each micro-batch along the way that its random numbers decide on."""
-        cuts: list[CutStep] = []
-        try:
+
+        def look() -> list[CutStep]:
+            cuts: list[CutStep] = []
             for number, piece in enumerate(pieces.batches):
                 trace = partial(
                     self._trace, state[0], piece, rest, training=training, key=mix(key, number)
                 )
                 way = self._find_way(state[0], piece, rest, mix(key, number), training=training)
                 cuts.append(self._cuts.along(way, state, signature(piece), self.home, trace))
-        except Exception:
-            self._agree(None)
-            raise
-        self._agree(repr([cut.way for cut in cuts]))
-        return cuts
+            return cuts
+
+        return self._together(look, lambda cuts: repr([cut.way for cut in cuts]))
 
     def _find_way(
         self, name: str, piece: Any, rest: tuple[Any, ...], key: int, *, training: bool
     ) -> Hashable | None:
         step = getattr(self.module, name)
-        with torch.set_grad_enabled(training), self._context(name):
+        silent = attributes(silenced_loggers(self.module, lambda _: None))
+        with torch.set_grad_enabled(training), self._context(name), silent:
             return find_way(
                 self.module,
                 self.home.cut.trace,
@@ -360,11 +412,25 @@ class Pipeline:
                 device_type=self.device.type,
             )
 
+    def _refuse_strangers(self, trace: Trace) -> None:
+        """Refuses weights that came to the step after the cut: they are on no stage."""
+        inside = tuple(f"{unit}." for unit in trace.unit_names)
+        for name, parameter in self.module.named_parameters():
+            is_read = name in trace.glue_parameters or name.startswith(inside)
+            if is_read and parameter.requires_grad and self._known.get(name) is not parameter:
+                raise CutError(
+                    f"the step uses the weight {name}, which was made or replaced after the model "
+                    "was cut into stages at its first step, so it is on no stage and nobody would "
+                    "sum its gradients. Make it before fit (in __init__, setup or configure_model) "
+                    "and leave it out of the step, or frozen, until it is wanted; or end this fit "
+                    "and call trainer.fit again"
+                )
+
     def _state_key(self, name: str, *, training: bool) -> tuple[str, bool, Any]:
         """What a trace depends on besides its batch: modules in train or eval mode, frozen
-        weights."""
-        modes = tuple(module.training for module in self.module.modules())
-        flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        weights, and which modules and weights there are."""
+        modes = tuple((id(module), module.training) for module in self.module.modules())
+        flags = tuple((id(p), p.requires_grad) for p in self.module.parameters())
         return name, training, (hash(modes), hash(flags))
 
     # ------------------------------------------------------------------ running
@@ -425,7 +491,8 @@ class Pipeline:
         if step.statistics is not None:
             self._update_statistics(step.statistics)
         self.whole.finish(step, args[0], (*state, signature(args[0])))
-        traces = self._carry(with_output=share_output)
+        with self._context(name):  # numbers become tensors of the type that they have in the step
+            traces = self._carry(with_output=share_output)
         if stash is not None:
             stash.correct(traces.correction)
         return traces.output, stash
@@ -460,7 +527,7 @@ class Pipeline:
             step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
         changing = frozenset().union(*(cut.changing for cut in step.cuts))
-        self.tail.start(step.pieces.rows, step.cuts[0].watched, changing)
+        self.tail.start(step.pieces.rows, step.cuts[0].watched, changing, step.name)
         stash = GradientStash(self._own_parameters, step.loss_scale) if step.training else None
         start_s = time.perf_counter()
         collected = stash.collect() if stash is not None else nullcontext()
@@ -591,8 +658,27 @@ class Pipeline:
         traces: Traces | None = self.tail.finish() if is_last else None
         if self.ranks.num_positions > 1:
             sent = traces.without_output() if traces is not None and not with_output else traces
-            received = share.broadcast_object(self.ranks, sent, last)
+            received = share.broadcast_object(
+                self.ranks, sent, last, what="what the step returns, logs or leaves in attributes"
+            )
             traces = traces if is_last else received
         assert traces is not None
         self.tail.apply(traces, is_last=is_last)
         return traces
+
+
+@contextmanager
+def _noted(name: str, piece: Any) -> Iterator[None]:
+    """Says with an exception of the user's step that it saw one micro-batch."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"{name} was given a micro-batch: {describe(piece)}. If it fails only because it "
+                "needs all rows of the batch together, use num_microbatches=1; if something in it "
+                "was split along the wrong dimension, or should be whole, say so with split_batch"
+            )
+        raise

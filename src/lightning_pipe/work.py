@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep
 from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import copy_tensors
-from lightning_pipe.split.program import SKIPPED, StepResult
+from lightning_pipe.split.program import Skipped, StepResult
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.saved import KeptBytes
@@ -115,7 +114,7 @@ class StepRun:
             return result
         self.recorded.append(result.recorded)
         if self.training and result.value is None:
-            raise CutError(SKIPPED)
+            raise Skipped
         loss, factor = self.tail.returned(result.value, microbatch)
         return (self._weighted(loss, factor, received),) if self.training else ()
 

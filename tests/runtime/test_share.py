@@ -113,6 +113,9 @@ def broadcasts():
         assert next(read) == "x"
         with pytest.raises(error, match=match):
             next(read)
+    first = ranks.first_position
+    with pytest.raises(BatchError, match=r"the batch cannot be given .*: \['a'\]\[1\], a lock,"):
+        share.broadcast_object(ranks, {"a": [1, lock]}, first, what="the batch", error=BatchError)
     assert share.broadcast_object(ranks, ranks.position, 1) == 1
     assert share.gather_objects(ranks, f"p{ranks.position}") == ["p0", "p1"]
     gathered = share.gather_objects(ranks, ranks.position * 10, 0)

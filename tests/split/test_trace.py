@@ -19,7 +19,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
-from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.program import Skipped, StageProgram, StepResult
 from lightning_pipe.split.units import find_units
 
 
@@ -353,3 +353,43 @@ def test_a_change_of_an_object_that_cannot_be_put_back_is_noted() -> None:
     notes = " ".join(trace(module, step).notes)
     assert "changes teller, a Teller, which cannot be put back" in notes
     assert "unused" not in notes
+
+
+def test_conditions_on_the_loss_may_have_to_be_guessed_both_ways() -> None:
+    module = stack()
+
+    def step(batch: Any) -> Tensor | None:
+        loss = module(batch["x"]).pow(2).mean()
+        if torch.isnan(loss):
+            return None
+        if not torch.isfinite(loss):
+            raise ValueError("the loss is not finite")
+        return loss
+
+    def guarded(batch: Any) -> Tensor:
+        value = step(batch)
+        if value is None:
+            raise Skipped
+        return value
+
+    assert trace(module, guarded).on_fakes
+
+
+def test_a_tail_that_needs_values_is_not_traced_again() -> None:
+    """A later trace has no weights of other ranks; what follows the last unit need not be known."""
+    module = stack()
+
+    def step(batch: Any) -> Tensor:
+        early = module.first(batch["x"])
+        out = module(batch["x"])
+        chosen = out[out[:, 0] > 0]
+        return chosen.sum() + early.mean() if len(chosen) else out.sum()
+
+    first = trace(module, step)
+    assert not first.on_fakes
+    cut = StepCut(first, place(first, (0, 5)))
+    Ownership(module, parameters_of_stages(module, cut)[0]).drop_foreign()
+    again = trace_step(module, step, {"x": torch.randn(3, 8)}, num_stages=2, like=first)
+    assert again.on_fakes
+    assert [c.unit for c in again.calls] == [c.unit for c in first.calls]
+    assert first.tail_unit_inputs <= again.tail_unit_inputs

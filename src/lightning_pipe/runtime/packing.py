@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,26 @@ def empty_tensors(specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as bytes, not a copy."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def unpicklable(value: Any, path: str = "", depth: int = 5) -> str:
+    """Names the innermost part of an object that cannot be pickled, and what it is."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{path}[{number}]", part) for number, part in enumerate(value)]
+    elif is_dataclass(value):
+        parts = [(f"{path}.{f.name}".lstrip("."), getattr(value, f.name)) for f in fields(value)]
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        parts = [(f"{path}.{name}".lstrip("."), part) for name, part in vars(value).items()]
+    for name, part in parts if depth else ():
+        try:
+            pack(part)
+        except Exception:
+            return unpicklable(part, name, depth - 1)
+    kind = getattr(type(value), "__qualname__", type(value))
+    return f"{path or 'it'}, a {kind},"
 
 
 class _Pickler(pickle.Pickler):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import ConfigError, CutError
 from lightning_pipe.runtime.packing import (
     Packed,
     TensorSpec,
@@ -23,6 +24,7 @@ from lightning_pipe.runtime.packing import (
     empty_tensors,
     pack,
     unpack,
+    unpicklable,
 )
 from lightning_pipe.runtime.ranks import Ranks
 
@@ -31,18 +33,47 @@ T = TypeVar("T")
 _SMALL_BYTES = 1 << 18  # smaller tensors travel together, larger ones from where they are
 
 
-def broadcast_object(ranks: Ranks, value: T | None, source: int) -> T:
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """In the place of an object that cannot be pickled."""
+
+    text: str
+
+
+def broadcast_object(
+    ranks: Ranks,
+    value: T | None,
+    source: int,
+    *,
+    what: str = "an object",
+    error: type[Exception] = CutError,
+) -> T:
     """Gives the object of one position to all.
 
     Args:
         ranks: This rank.
         value: The object, on the source; ignored elsewhere.
         source: The position that has it.
+        what: What it is, for the message.
+        error: What is raised, on all ranks, if it cannot be pickled.
     """
     if ranks.num_positions == 1:
         return cast(T, value)
-    packed = pack(value) if ranks.position == source else None
-    return cast(T, unpack(_broadcast(ranks, packed, source)))
+    packed = None
+    if ranks.position == source:
+        try:
+            packed = pack(value)
+        except Exception as reason:
+            text = (
+                f"{what} cannot be given to the other ranks of the pipeline: {unpicklable(value)} "
+                f"cannot be pickled ({reason}). Keep tensors, numbers, texts and containers of "
+                "them there, and make other objects on every rank, in __init__ or a hook"
+            )
+            packed = pack(_Refused(text))
+    received = unpack(_broadcast(ranks, packed, source))
+    if isinstance(received, _Refused):
+        raise error(received.text)
+    return cast(T, received)
 
 
 def gather_objects(ranks: Ranks, value: T, target: int | None = None) -> list[T] | None:

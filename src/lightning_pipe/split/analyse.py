@@ -15,12 +15,13 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
 from lightning_pipe.split.callers import KeepWhole
-from lightning_pipe.split.memo import UnitMemo
+from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
+from lightning_pipe.split.program import Skipped
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import Salts, generators_of, preserved
 from lightning_pipe.split.trace import Trace
-from lightning_pipe.split.tracer import Tracer
-from lightning_pipe.split.units import find_units, has_blocks, num_parameters
+from lightning_pipe.split.tracer import Silenced, Tracer
+from lightning_pipe.split.units import find_units, has_blocks, has_children, num_parameters
 
 _MAX_ROUNDS = 40
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -44,7 +45,9 @@ class _Search:
         like: Trace | None,
         memo: UnitMemo | None,
         draws: _Draws,
+        talk: tuple[Silenced | None, SharedOutcomes | None],
     ) -> None:
+        self.silenced, self.shared = talk
         self.root = root
         self.draws = draws
         self.like = like
@@ -54,7 +57,7 @@ class _Search:
         self.open_up: set[str] = set(like.open_up) if like else set()
         self.known_reads = dict(like.read_values) if like else {}
         self.real = False
-        self.truth = False
+        self.truth: tuple[bool, ...] = ()
         self.pinned: set[str] = set(like.pinned) if like else set()
         self.notes: list[str] = []
         self.modules = dict(root.named_modules(remove_duplicate=False))
@@ -119,6 +122,8 @@ def trace_step(
     device_type: str = "cpu",
     like: Trace | None = None,
     memo: UnitMemo | None = None,
+    silenced: Silenced | None = None,
+    shared: SharedOutcomes | None = None,
 ) -> Trace:
     """Trace ``step(batch)`` on fakes and find the units of ``root`` that fit ``num_stages`` stages.
 
@@ -137,11 +142,14 @@ def trace_step(
         like: The first trace of the module: its units are chosen again, and where it had to read
             values for real, those are taken for granted.
         memo: What units did before, which spares running all of them; only with ``like``.
+        silenced: What to replace so that the step talks to nobody, such as loggers.
+        shared: What units did on other ranks that cannot be run on this one.
 
     Raises:
         CutError: The step cannot be traced; the message names the module and the reason.
     """
-    search = _Search(root, num_stages, like, memo, _Draws(key, salts or {}, device_type))
+    draws = _Draws(key, salts or {}, device_type)
+    search = _Search(root, num_stages, like, memo, draws, (silenced, shared))
     try:
         return _search(search, step, batch)
     except CutError as refusal:
@@ -187,6 +195,8 @@ def _attempt(
         pinned=search.pinned,
         memo=search.memo,
         like=search.like,
+        silenced=search.silenced,
+        shared=search.shared,
     )
     try:
         trace = tracer.run(step, batch)
@@ -216,6 +226,8 @@ def _mend(search: _Search, units: dict[str, nn.Module], tracer: Tracer, error: E
             "stages, and a stage only has its own part. Take the term out of the step, or train "
             "this model on one device."
         ) from None
+    elif isinstance(error, Skipped) and not search.real and _guess_again(search, tracer):
+        return
     elif isinstance(error, CutError) or search.real or _users_own(error, tracer):
         raise error
     elif not _guess_again(search, tracer):
@@ -223,10 +235,13 @@ def _mend(search: _Search, units: dict[str, nn.Module], tracer: Tracer, error: E
 
 
 def _guess_again(search: _Search, tracer: Tracer) -> bool:
-    """A condition on a fake was taken for false and the step raised: take it for true, once."""
-    if not tracer.values.guesses or search.truth:
+    """Conditions on fakes were taken for false and the step raised: take the last one for true."""
+    guesses = list(tracer.values.guesses)
+    while guesses and guesses[-1]:
+        guesses.pop()
+    if not guesses:
         return False
-    search.truth = True
+    search.truth = (*guesses[:-1], True)
     return True
 
 
@@ -291,9 +306,7 @@ def _leaking(search: _Search, units: dict[str, nn.Module], tracer: Tracer, trace
     leaking = {trace.calls[index].unit for index in tracer.operators.leaks}
     if not leaking:
         return False
-    divisible = (
-        {n for n in leaking if any(units[n].children())} - search.open_up - search.keep_whole
-    )
+    divisible = {n for n in leaking if has_children(units[n])} - search.open_up - search.keep_whole
     if divisible:
         search.open_up |= divisible
         search.notes.append(

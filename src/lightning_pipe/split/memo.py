@@ -10,15 +10,16 @@ when it runs the unit (see `StageProgram.watch`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import without_modes
-from lightning_pipe.split.trace import Alias, Constant, Leaf, Meta, NewTensor, Trace
+from lightning_pipe.split.trace import Alias, Constant, Leaf, Meta, NewTensor, SideAttribute, Trace
 from lightning_pipe.split.tree import TreeSpec
 
 _MAX_OUTCOMES = 4096
@@ -100,6 +101,42 @@ class UnitMemo:
             self._outcomes.popitem(last=False)
 
 
+class SharedOutcomes:
+    """What units did that no rank can run without their weights: their shapes depend on values.
+
+    A trace after the cut asks the ranks that have the weights (see `Elsewhere`).
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Outcome] = {}
+        #: by this rank, since they were last given to the others
+        self.made: dict[Hashable, Outcome] = {}
+
+    def get(self, key: Hashable, given: TreeSpec) -> Outcome | None:
+        """What such a call made, on whichever rank."""
+        outcome = self._known.get(key)
+        return outcome if outcome is not None and outcome.given == given else None
+
+    def note(self, key: Hashable, outcome: Outcome) -> None:
+        """This rank has run such a call."""
+        simple = (_is_simple(leaf) or isinstance(leaf, SideAttribute) for leaf in outcome.leaves)
+        if all(simple):
+            self.made[key] = outcome
+
+    def learn(self, made: Iterable[Mapping[Hashable, Outcome]]) -> bool:
+        """Take over what all ranks have made, in the order of the ranks; tell if that is new."""
+        before = len(self._known)
+        for outcomes in made:
+            for key, outcome in outcomes.items():
+                self._known.setdefault(key, outcome)
+        self.made = {}
+        return len(self._known) > before
+
+
+class Elsewhere(CutError):
+    """A unit must run to be traced, and its weights are on another rank."""
+
+
 def _is_simple(leaf: Leaf) -> bool:
     return isinstance(leaf, (NewTensor, Alias)) or (
         isinstance(leaf, Constant) and leaf.known and isinstance(leaf.value, _PLAIN)
@@ -115,7 +152,7 @@ def rebuild(outcome: Outcome, arguments: list[Any]) -> list[Any]:
         elif isinstance(leaf, Constant):
             made.append(leaf.value)
         else:
-            assert isinstance(leaf, NewTensor)
+            assert isinstance(leaf, (NewTensor, SideAttribute))
             ghost = leaf.meta.ghost()
             if leaf.meta.requires_grad:
                 with without_modes():  # no leaf of the graph: it may be written in place

@@ -5,7 +5,7 @@ How a batch is split is in :mod:`lightning_pipe.split.rows`. Knows nothing of st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,33 @@ from torch import Tensor
 from lightning_pipe.split.nest import items, rebuilt
 
 
-def merge_values(values: Sequence[Any], rows: Sequence[int], *, extensive: bool = False) -> Any:
+class NumberMemory:
+    """What equal numbers of micro-batches are, by their place: seen once, known from then on.
+
+    A 2 in each micro-batch of 2 rows may count rows, or be the index of the batch.
+    """
+
+    def __init__(self) -> None:
+        self._is_constant: dict[Hashable, bool] = {}
+
+    def is_constant(self, place: Hashable, *, counts_rows: bool) -> bool:
+        """Tell whether the number at a place has nothing to do with rows.
+
+        Args:
+            place: Where it is.
+            counts_rows: Whether it equals the rows this time.
+        """
+        return self._is_constant.setdefault(place, not counts_rows)
+
+
+def merge_values(
+    values: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    extensive: bool = False,
+    memory: NumberMemory | None = None,
+    place: tuple[Hashable, ...] = (),
+) -> Any:
     """Merge what the micro-batches made into what the whole batch would have made.
 
         row-wise tensors and lists    one after the other
@@ -28,6 +54,8 @@ def merge_values(values: Sequence[Any], rows: Sequence[int], *, extensive: bool 
         values: What each micro-batch made, of one structure.
         rows: Rows of each micro-batch.
         extensive: Numbers that are no counts are sums over rows too, not means.
+        memory: What numbers were seen to be in earlier steps.
+        place: Where these values are, for the memory.
 
     >>> merge_values([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
     tensor(2.)
@@ -43,7 +71,7 @@ def merge_values(values: Sequence[Any], rows: Sequence[int], *, extensive: bool 
     if all(isinstance(value, (bool, np.bool_)) for value in values):
         return first if len(set(values)) == 1 else list(values)
     if all(isinstance(value, (int, float, np.number)) for value in values):
-        return sum(values) if extensive else merge_numbers(values, rows)
+        return sum(values) if extensive else merge_numbers(values, rows, memory, place)
     if any(type(value) is not type(first) for value in values):
         return list(values)
     if isinstance(first, (list, tuple)) and _are_row_lists(values, rows):
@@ -54,7 +82,10 @@ def merge_values(values: Sequence[Any], rows: Sequence[int], *, extensive: bool 
         return _one_or_all(values)
     parts = [[item for _, item in pairs or ()] for pairs in found]
     merged = iter(
-        [merge_values(column, rows, extensive=extensive) for column in zip(*parts, strict=True)]
+        [
+            merge_values(column, rows, extensive=extensive, memory=memory, place=(*place, str(key)))
+            for key, column in zip(keys[0], zip(*parts, strict=True), strict=True)
+        ]
     )
     return rebuilt(first, lambda _: next(merged))
 
@@ -97,9 +128,20 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return mean
 
 
-def merge_numbers(values: Sequence[Any], rows: Sequence[int]) -> Any:
+def merge_numbers(
+    values: Sequence[Any],
+    rows: Sequence[int],
+    memory: NumberMemory | None = None,
+    place: Hashable = (),
+) -> Any:
     """Merge Python numbers as `merge_values` says."""
     first = values[0]
+    if memory is not None:
+        counts = list(values) == list(rows)
+        if counts or all(value == first for value in values):
+            constant = memory.is_constant(place, counts_rows=counts)
+            if constant and len(set(values)) == 1:
+                return first
     if all(isinstance(value, (int, np.integer)) for value in values):
         counts_rows = list(values) == list(rows) and len(set(rows)) <= len(rows)
         if len(set(values)) == 1 and not counts_rows:

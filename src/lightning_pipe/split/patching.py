@@ -16,6 +16,8 @@ from torch import nn
 from lightning_pipe.split.units import is_metric, modules_of
 
 Call = Callable[..., Any]
+#: owner, name of the attribute, and what it is for the length of a run
+Replacement = tuple[Any, str, Any]
 #: makes the replacement of one method: (bound original, method name) -> replacement
 Wrapper = Callable[[Call, str], Call]
 

@@ -59,12 +59,19 @@ from lightning_pipe.split.typed import asking_files
 from lightning_pipe.split.unknown import Unknown, forget, unknown_output
 from lightning_pipe.split.watch import check_aliases, check_made, check_script
 
-#: what is said to a training step that returns None
-SKIPPED = (
-    "the training step returned None. Skipping a batch is not supported over several devices, "
-    "nor anywhere else in Lightning: the other stages compute for it. Return a loss times zero, or "
-    "leave the batch out in the data loader"
-)
+
+class Skipped(CutError):
+    """The training step returned None."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the training step returned None. Skipping a batch is not supported over several "
+            "devices, as with the other strategies of Lightning: the other stages compute for it. "
+            "Return a loss times zero, or leave the batch out in the data loader"
+        )
+
+    def __reduce__(self) -> Any:
+        return Skipped, ()
 
 
 class StageExit(BaseException):
@@ -288,7 +295,7 @@ class _Run:
             if not program._has_later_calls:
                 return self._outputs()
             if value is None and program._trace.training:
-                raise CutError(SKIPPED)
+                raise Skipped
             raise CutError(
                 f"stage {program.stage}: the step ended before unit "
                 f"'{self.trace.calls[program._last_call + 1].unit}' was called; when it "
@@ -296,7 +303,7 @@ class _Run:
                 "went on. A step must call the same units in the same order on every micro-batch."
             )
         if value is None and program._trace.training:
-            raise CutError(SKIPPED)
+            raise Skipped
         if self.count != len(self.trace.calls):
             raise CutError(
                 f"the step made {self.count} unit calls, {len(self.trace.calls)} when it "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -251,8 +251,8 @@ class ValueLedger(TorchFunctionMode):
 
     Args:
         operators: The operator ledger of the same trace.
-        truth: What a condition on a fake is taken for, until the end of the step shows that no unit
-            call depends on it.
+        truth: What conditions on fakes are taken for, in their order, and false from there on,
+            until the end of the step shows that no unit call depends on them.
         known_reads: What an earlier trace, with real values, read at each place.
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
         recomputed: Tells whether a checkpointed region is open: what it makes is made again in the
@@ -264,7 +264,7 @@ class ValueLedger(TorchFunctionMode):
         self,
         operators: OperatorLedger,
         *,
-        truth: bool = False,
+        truth: Sequence[bool] = (),
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
         recomputed: Callable[[], bool] = lambda: False,
@@ -294,8 +294,8 @@ class ValueLedger(TorchFunctionMode):
         self.random_calls: set[tuple[int, int]] = set()
         #: (segment, sources, modules on the stack) of values that were read as Python data
         self.reads: list[tuple[int, Sources, tuple[int, ...]]] = []
-        #: conditions on fakes that were taken for ``truth``
-        self.guesses = 0
+        #: what conditions on fakes were taken for, in their order
+        self.guesses: list[bool] = []
         self.read_values: dict[tuple[int, int], Any] = {}
         #: torch functions that failed on fakes
         self.failed: set[str] = set()
@@ -384,8 +384,9 @@ class ValueLedger(TorchFunctionMode):
             return self._known_reads[place]
         self.reads.append((self.segment, parents, calling_modules()))
         if name == "__bool__":
-            self.guesses += 1
-            return self._truth
+            number = len(self.guesses)
+            self.guesses.append(number < len(self._truth) and self._truth[number])
+            return self.guesses[-1]
         with self.paused():
             return _PLACEHOLDERS[name](fakes[0])  # type: ignore[no-untyped-call]
 

@@ -7,9 +7,10 @@ real: the way out for a step whose glue needs values on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,20 @@ from lightning_pipe.split._fake import (
     storage_key,
     without_modes,
 )
-from lightning_pipe.split.callers import check_callers
+from lightning_pipe.split.callers import KeepWhole, check_callers
 from lightning_pipe.split.frozen import contents, holds_fake
-from lightning_pipe.split.memo import Outcome, UnitMemo, arguments_key, rebuild
+from lightning_pipe.split.memo import (
+    Elsewhere,
+    Outcome,
+    SharedOutcomes,
+    UnitMemo,
+    arguments_key,
+    rebuild,
+)
 from lightning_pipe.split.nest import copy_tensors, leaves
 from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import (
+    Replacement,
     Wrapper,
     attributes,
     find_metrics,
@@ -42,7 +51,7 @@ from lightning_pipe.split.patching import (
     run_forward_hooks,
     silent_metrics,
 )
-from lightning_pipe.split.provenance import OperatorLedger, Sources, ValueLedger
+from lightning_pipe.split.provenance import InnerGradient, OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.recompute import Regions
 from lightning_pipe.split.rng import KeyedRandom, Salts, generators_of
 from lightning_pipe.split.saved import SavedTensors
@@ -62,6 +71,9 @@ from lightning_pipe.split.trace import (
 )
 from lightning_pipe.split.tree import TreeSpec, flatten, map_tensors, tensors, unflatten
 from lightning_pipe.split.typed import asking_files
+
+#: the replacements that keep a step from talking, given what takes note of what it would have said
+Silenced = Callable[[Callable[[Any], None]], Iterable[Replacement]]
 
 
 class _Inside(DispatchMode):
@@ -87,13 +99,16 @@ class Tracer:
         units: Name to module, from :func:`lightning_pipe.split.units.find_units`.
         real: Run everything for real instead of on fakes.
         key: Random key of the traced micro-batch.
-        truth: What a condition on a fake is taken for.
+        truth: What conditions on fakes are taken for, in their order; false after these.
         known_reads: What an earlier trace with real values read.
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
         device_type: Device whose random generator is keyed beside the CPU's.
         salts: Other seeds for some places.
         memo: What units did in earlier traces; those of a known class are not run again.
         like: The first trace, with which the memo began.
+        silenced: What to replace so that the step talks to nobody, given what takes note of what
+            it would have said.
+        shared: What units did on other ranks that cannot be run here.
     """
 
     def __init__(
@@ -105,12 +120,16 @@ class Tracer:
         key: int = 0,
         device_type: str = "cpu",
         salts: Salts | None = None,
-        truth: bool = False,
+        truth: Sequence[bool] = (),
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
         memo: UnitMemo | None = None,
         like: Trace | None = None,
+        silenced: Silenced | None = None,
+        shared: SharedOutcomes | None = None,
     ) -> None:
+        self._shared = SharedOutcomes() if shared is None else shared
+        self._silenced = silenced
         self._memo = None if real else memo
         self._like = like
         self._root = root
@@ -168,7 +187,7 @@ class Tracer:
                     batch = copy_tensors(batch)
                     self._saved.ignore(t for t in leaves(batch) if isinstance(t, Tensor))
                 self._random.at(0)
-                result = step(batch)
+                result = self._result(step, batch)
                 with self.values.paused(), without_modes():
                     self._sink(result)
                     trace = self._finish(snapshot)
@@ -177,12 +196,33 @@ class Tracer:
             GHOSTS.tainted.clear()
         return trace
 
+    def _result(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """What the step returns; None if only its tail cannot be run on fakes.
+
+        A later trace of a step has no weights of other ranks, so it cannot run for real. It need
+        not, where the units that the first trace saw have been called: what is still to come reads
+        the variables that the code has by then.
+        """
+        try:
+            return step(batch)
+        except (CutError, KeepWhole, InnerGradient):
+            raise
+        except Exception as error:
+            like = None if self._real else self._like
+            if like is None or [c.unit for c in self.calls] != [c.unit for c in like.calls]:
+                raise
+            with self.values.paused():
+                self._sink(_variables(error))
+            return None
+
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         found = list(silent_metrics(find_metrics(self._root), self._sink))
         if callable(getattr(self._root, "log", None)):
             found.append((self._root, "log", lambda name, value, *a, **k: self._sink(value)))
         if callable(getattr(self._root, "print", None)):
             found.append((self._root, "print", lambda *values, **_: self._sink(values)))
+        if self._silenced is not None:
+            found += self._silenced(self._sink)
         return found
 
     def _sink(self, value: Any) -> None:
@@ -204,7 +244,8 @@ class Tracer:
         written = frozenset(self.operators.glue_storages)
         for module, attribute, value in snapshot.changed_attributes(written):
             changed.add((module, attribute))
-            self._sink(contents(value))
+            # a list of weights, as an LSTM keeps it, is no value of the step
+            self._sink([t for t in contents(value) if not isinstance(t, nn.Parameter)])
             if holds_fake(value):
                 ghosts.add((module, attribute))
         inside = tuple(f"{call.unit}." for call in self.calls)
@@ -286,12 +327,16 @@ class Tracer:
             memo = self._memo if self._like is None or name in self._like.unit_names else None
             place = None if memo is None else memo.key(name, module, described)
             known = None if memo is None else memo.get(place, structure)
+            key = name, described, module.training, torch.is_grad_enabled()
+            known = known or (None if self._real else self._shared.get(key, structure))
             if known is None:
                 out, known, saved = self._observe(name, module, original, arguments, structure)
                 if memo is not None and not in_checkpoint and self._is_clean(name):
                     memo.put(place, known)
+                if not self._is_clean(name):
+                    self._shared.note(key, known)
             else:
-                out, saved = self._repeat(name, known, arguments), ()
+                out, saved = self._repeat(name, module, known, arguments), ()
                 if entry == "_call_impl" and module._forward_hooks:
                     run_forward_hooks(module, args, kwargs, out)
             self.calls.append(
@@ -393,13 +438,15 @@ class Tracer:
             if f"{changed if isinstance(changed, str) else changed[0]}.".startswith(inside)
         )
 
-    def _repeat(self, name: str, known: Outcome, arguments: list[Any]) -> Any:
+    def _repeat(self, name: str, module: nn.Module, known: Outcome, arguments: list[Any]) -> Any:
         """Do as the unit did before."""
         index = len(self.calls)
         self._repeated.add(name)
         values = rebuild(known, arguments)
         for number, (leaf, value) in enumerate(zip(known.leaves, values, strict=True)):
-            if isinstance(leaf, NewTensor):
+            if isinstance(leaf, SideAttribute):
+                setattr(module.get_submodule(leaf.module), leaf.attribute, value)
+            if isinstance(leaf, (NewTensor, SideAttribute)):
                 key = frozenset({(index, number)})
                 self.operators.set(value, key)
                 self.values.set(value, key)
@@ -407,7 +454,7 @@ class Tracer:
         if reads:
             self.operators.unit_reads.setdefault(index, set()).update(reads)
         self.operators.flops += known.flops
-        return unflatten(values, known.made)
+        return unflatten(values[: known.num_outputs], known.made)
 
     def _execute(
         self,
@@ -432,7 +479,7 @@ class Tracer:
                 out = original(*args, **kwargs)
         except Exception as error:
             if any(is_fake(p) for p in module.parameters()):
-                raise CutError(
+                raise Elsewhere(
                     f"unit '{name}' cannot be traced: its code needs values "
                     f"({type(error).__name__}: "
                     f"{error}) and its weights are on another rank; give batches of one shape."
@@ -548,3 +595,14 @@ def _tensor_attributes(module: nn.Module) -> dict[tuple[str, str], int]:
         for key, value in vars(inner).items()
         if isinstance(value, Tensor)
     }
+
+
+def _variables(error: Exception) -> list[Any]:
+    """The local variables of the code that raised, and of its callers, but for our own."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    package = __name__.partition(".")[0]
+    return [
+        list(frame.f_locals.values())
+        for frame in frames
+        if not str(frame.f_globals.get("__name__", "")).startswith(package)
+    ]

@@ -94,6 +94,11 @@ def find_units(
     return result
 
 
+def has_children(module: nn.Module) -> bool:
+    """Tell whether a module has submodules; their truth value is their length, if they have one."""
+    return next(module.children(), None) is not None
+
+
 def _must_open(name: str, open_up: Set[str]) -> bool:
     return name in open_up or any(inner.startswith(name + ".") for inner in open_up)
 
@@ -119,7 +124,7 @@ def _coarse(
         and not isinstance(module, nn.Sequential)
         and (inside_container or not has_blocks(module))
     )
-    if not top and not is_list and (whole or not any(module.children())):
+    if not top and not is_list and (whole or not has_children(module)):
         yield name, module
         return
     for child_name, child in module.named_children():
@@ -137,7 +142,7 @@ def _children(name: str, module: nn.Module, open_up: Set[str]) -> Iterator[tuple
         full = _join(name, child_name)
         if is_metric(child) or not has_parameters(child):
             continue
-        if isinstance(child, _CONTAINERS) or (full in open_up and any(child.children())):
+        if isinstance(child, _CONTAINERS) or (full in open_up and has_children(child)):
             yield from _children(full, child, open_up)
         else:
             yield full, child

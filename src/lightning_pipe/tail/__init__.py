@@ -13,10 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipe.split.microbatch import NumberMemory
 from lightning_pipe.split.patching import attributes as patched
 from lightning_pipe.split.tree import map_tensors
+from lightning_pipe.tail import loggers
 from lightning_pipe.tail.attributes import Attributes, Place
 from lightning_pipe.tail.changes import Change
+from lightning_pipe.tail.loggers import LoggerCall
 from lightning_pipe.tail.logs import LogCall, LogTape, MetricReference
 from lightning_pipe.tail.losses import LossWeights, split_loss
 from lightning_pipe.tail.metrics import MetricState, MetricTape
@@ -53,10 +56,16 @@ class Tail:
         self._losses = LossWeights()
         self._metrics = MetricTape(root)
         self._logs = LogTape(self._metrics.index_of)
-        self._attributes = Attributes(root)
+        self._numbers = NumberMemory()
+        self._step = ""
+        self._attributes = Attributes(root, memory=self._numbers)
 
     def start(
-        self, rows: Sequence[int], watched: Iterable[Place], changing: Iterable[Place] = ()
+        self,
+        rows: Sequence[int],
+        watched: Iterable[Place],
+        changing: Iterable[Place] = (),
+        step: str = "",
     ) -> None:
         """Begins a step.
 
@@ -64,11 +73,13 @@ class Tail:
             rows: Rows of the micro-batches.
             watched: Buffers outside of units, besides the module's own.
             changing: Attributes and buffers that its trace saw change outside of units.
+            step: Its name.
         """
+        self._step = step
         self._losses = LossWeights(rows)
         self._metrics.start()
         self._attributes.close()
-        self._attributes = Attributes(self._root, watched, changing)
+        self._attributes = Attributes(self._root, watched, changing, memory=self._numbers)
         self._attributes.freeze()
         self._swap(Notes(rows))
 
@@ -86,17 +97,26 @@ class Tail:
         self._logs.next_microbatch()
         prints: list[PrintCall] = []
         self._notes.prints.append(prints)
+        said: list[LoggerCall] = []
+        self._notes.loggers.append(said)
 
         def noted(*values: Any, **kwargs: Any) -> None:
-            prints.append(PrintCall(map_tensors(Tensor.detach, values), kwargs))
+            prints.append(PrintCall(values, kwargs))  # detached later: it is no call of the step
 
-        replaced = [(self._root, "log", self._logs.log), (self._root, "print", noted)]
+        replaced = [
+            (self._root, "log", self._logs.log),
+            (self._root, "print", noted),
+            *loggers.noting(self._root, said),
+        ]
         try:
             with patched(replaced), self._metrics.microbatch():
                 yield
         except Exception:
             self._attributes.undo()
             raise
+        for index, call in enumerate(prints):
+            prints[index] = replace(call, values=map_tensors(Tensor.detach, call.values))
+        loggers.detached(said)
         self._attributes.take()
 
     def whole(self, run: Callable[[], Any]) -> Notes:
@@ -134,7 +154,8 @@ class Tail:
         """Undoes what a stage before the last changes: the last one re-runs it and is the one that
         counts."""
         try:
-            yield
+            with patched(loggers.noting(self._root, [])):
+                yield
         finally:
             self._attributes.undo()
 
@@ -167,13 +188,15 @@ class Tail:
             self._logs.merged(rows),
             self._metrics.finish(rows),
             self._attributes.merged(rows),
-            merged_prints(self._notes.prints, rows),
+            merged_prints(self._notes.prints, rows, self._numbers),
             self._losses.correction,
         )
 
     def _output(self) -> Any:
         outputs = self._notes.outputs
-        return outputs[0] if len(outputs) == 1 else self._losses.merged_output(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        return self._losses.merged_output(outputs, self._numbers, self._step)
 
     def _merged(self) -> dict[str, Any]:
         """All that is left behind, by what users call it."""
@@ -188,13 +211,18 @@ class Tail:
             for place, change in self._attributes.merged(rows).items()
         }
         calls = self._metrics.merged_calls(rows)
-        prints = merged_prints(self._notes.prints, rows)
+        prints = merged_prints(self._notes.prints, rows, self._numbers)
+        said = [
+            (noted.logger, repr(noted.call.path), noted.call.args, noted.call.kwargs)
+            for noted in loggers.merged_calls(self._notes.loggers, rows, self._numbers)
+        ]
         return {
             "output": output,
             "logged": logged,
             "self": attributes,
             "metrics": calls,
             "prints": prints,
+            "loggers": said,
         }
 
     def _swap(self, notes: Notes) -> Notes:
@@ -205,11 +233,14 @@ class Tail:
 
     def apply(self, traces: Traces, *, is_last: bool) -> None:
         """Leaves the traces on this rank, as the step would have."""
-        for text in traces.prints:
-            self._root.print(*text.values, **text.kwargs)  # type: ignore[operator]
-        if not is_last:
+        if is_last:
+            said = loggers.merged_calls(self._notes.loggers, self._notes.rows, self._numbers)
+            loggers.make_calls(self._root, said)
+        else:
             self._metrics.apply(traces.metrics)
         self._attributes.apply(traces.attributes)
+        for text in traces.prints:
+            self._root.print(*text.values, **text.kwargs)  # type: ignore[operator]
         for call in traces.logs:
             value = call.value
             if isinstance(value, MetricReference):

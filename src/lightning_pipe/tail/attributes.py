@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_pipe._lightning import MODULE_SPACE
 from lightning_pipe.split.frozen import Frozen, Name, frozen, is_data
+from lightning_pipe.split.microbatch import NumberMemory
 from lightning_pipe.tail.changes import Change, Gone, Put, apply_change, change_of, detached
 from lightning_pipe.tail.kinds import kinds_of
 from lightning_pipe.tail.merging import Where, merge_changes
@@ -33,6 +34,7 @@ class Attributes:
         root: The user's module; all its own attributes and buffers are watched.
         others: Those of its submodules to watch too.
         changing: Those that a trace saw change: nothing in them is too large to be remembered.
+        memory: What numbers were seen to be in earlier steps.
     """
 
     def __init__(
@@ -40,7 +42,10 @@ class Attributes:
         root: nn.Module,
         others: Iterable[Place] = (),
         changing: Iterable[Place] = (),
+        *,
+        memory: NumberMemory | None = None,
     ) -> None:
+        self._memory = memory
         self._root = root
         self._changing = frozenset(changing)
         self._others = sorted({place for place in (*others, *self._changing) if place[0]})
@@ -92,7 +97,8 @@ class Attributes:
             present = [(c[place], n) for c, n in zip(self.changes, rows, strict=True) if place in c]
             changes, sizes = [c for c, _ in present], [n for _, n in present]
             kinds = kinds_of(type(self._root.get_submodule(place[0])))
-            where = Where(kinds, (place[1],), ".".join(filter(None, place[:2])))
+            name = ".".join(filter(None, place[:2]))
+            where = Where(kinds, (place[1],), name, self._memory)
             before = self._frozen.get(place)
             before = before.target if isinstance(before, Name) else before
             merged[place] = merge_changes(changes, sizes, before, where)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_pipe.errors import BatchError
-from lightning_pipe.split.microbatch import merge_values, weighted_mean
+from lightning_pipe.split.microbatch import NumberMemory, merge_values, weighted_mean
 
 Weight = float | Literal["sum"] | None
 
@@ -101,9 +101,17 @@ class LossWeights:
             return weighted_mean(values, weights)
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
-    def merged_output(self, outputs: Sequence[Any]) -> Any:
-        """What the step returned for the batch."""
-        merged = merge_values(outputs, self._rows)
+    def merged_output(
+        self, outputs: Sequence[Any], memory: NumberMemory | None = None, step: str = ""
+    ) -> Any:
+        """What the step returned for the batch.
+
+        Args:
+            outputs: What it returned for each micro-batch.
+            memory: What numbers were seen to be in earlier steps.
+            step: Its name, for the memory.
+        """
+        merged = merge_values(outputs, self._rows, memory=memory, place=(step,))
         weighted = self.given and self.given[0] is not None
         if not weighted or len(outputs) == 1 or not isinstance(merged, Mapping):
             return merged

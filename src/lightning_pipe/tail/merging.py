@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.split.frozen import Frozen, Name, fields_of, is_open
-from lightning_pipe.split.microbatch import merge_numbers, merge_values, weighted_mean
+from lightning_pipe.split.microbatch import (
+    NumberMemory,
+    merge_numbers,
+    merge_values,
+    weighted_mean,
+)
 from lightning_pipe.tail.changes import Change, Fields, Gone, Grown, Items, Members, Put, rebuilt
 from lightning_pipe.tail.kinds import Kind, Kinds, kinds_of
 
@@ -33,11 +38,13 @@ class Where:
         kinds: What the source of the class of its owner says.
         path: The attribute's name, and the keys from there.
         name: What it is called, for messages.
+        memory: What numbers were seen to be in earlier steps.
     """
 
     kinds: Kinds
     path: tuple[Any, ...]
     name: str
+    memory: NumberMemory | None = None
 
     def kind(self, *, appended: bool = False) -> Kind:
         """What a step does here."""
@@ -45,11 +52,11 @@ class Where:
 
     def entry(self, key: Any) -> Where:
         """A place inside a container."""
-        return Where(self.kinds, (*self.path, key), f"{self.name}[{key!r}]")
+        return Where(self.kinds, (*self.path, key), f"{self.name}[{key!r}]", self.memory)
 
     def field(self, owner: Any, name: str) -> Where:
         """A field of the object that is here."""
-        return Where(kinds_of(type(owner)), (name,), f"{self.name}.{name}")
+        return Where(kinds_of(type(owner)), (name,), f"{self.name}.{name}", self.memory)
 
 
 def merge_changes(
@@ -149,8 +156,7 @@ def _merge_grown(
     children: Mapping[Any, Any] = {} if frozen is None else frozen.children
     tables = [change.inner for change in changes]
     inner = _merge_entries(tables, rows, lambda k: _known(children, None, k), where.entry)
-    kind = where.kind(appended=True)
-    return Grown(_merge_items([c.items for c in changes], rows, kind), inner)
+    return Grown(_merge_items([c.items for c in changes], rows, where, appended=True), inner)
 
 
 def _merge_fields(
@@ -173,15 +179,20 @@ def _merge_fields(
 
 
 def _merge_items(
-    items: Sequence[tuple[Any, ...]], rows: Sequence[int], kind: Kind
+    items: Sequence[tuple[Any, ...]], rows: Sequence[int], where: Where, *, appended: bool
 ) -> tuple[Any, ...]:
     """Merges what was appended: item by item, unless each row brought one."""
     lengths = [len(part) for part in items]
     one_per_row = lengths == list(rows) and max(rows) > 1
     if len(set(lengths)) > 1 or one_per_row:
         return tuple(item for part in items for item in part)
-    sums = kind in _SUMS
-    return tuple(merge_values(column, rows, extensive=sums) for column in zip(*items, strict=True))
+    sums = where.kind(appended=appended) in _SUMS
+    return tuple(
+        merge_values(
+            column, rows, extensive=sums, memory=where.memory, place=(where.name, "item", number)
+        )
+        for number, column in enumerate(zip(*items, strict=True))
+    )
 
 
 def merge_puts(values: Sequence[Any], rows: Sequence[int], before: Any, where: Where) -> Any:
@@ -195,7 +206,7 @@ def merge_puts(values: Sequence[Any], rows: Sequence[int], before: Any, where: W
     """
     first, kind = values[0], where.kind()
     if all(map(_is_number, values)):
-        return _merge_numbers(values, rows, before, kind)
+        return _merge_numbers(values, rows, before, where)
     if all(isinstance(value, Tensor) for value in values):
         return _merge_tensors(values, rows, before, kind)
     if isinstance(first, np.ndarray) and isinstance(before, np.ndarray):
@@ -205,10 +216,12 @@ def merge_puts(values: Sequence[Any], rows: Sequence[int], before: Any, where: W
         size = len(before)
         if isinstance(first, (list, deque)) and all(_begins_with(v, before) for v in values):
             tails = [tuple(value)[size:] for value in values]
-            return type(first)([*before, *_merge_items(tails, rows, kind)])
+            return type(first)([*before, *_merge_items(tails, rows, where, appended=False)])
     if is_open(first) and all(type(value) is type(first) for value in values):
         return _merge_objects(values, rows, before, where)
-    merged = merge_values(values, rows, extensive=kind in _SUMS)
+    merged = merge_values(
+        values, rows, extensive=kind in _SUMS, memory=where.memory, place=(where.name,)
+    )
     unclear = isinstance(merged, list) and not isinstance(first, list)
     return _last(values, where.name) if unclear else merged
 
@@ -231,27 +244,32 @@ def _merge_objects(values: Sequence[Any], rows: Sequence[int], before: Any, wher
     return rebuilt(values[0], fields)
 
 
-def _merge_numbers(values: Sequence[Any], rows: Sequence[int], before: Any, kind: Kind) -> Any:
+def _merge_numbers(values: Sequence[Any], rows: Sequence[int], before: Any, where: Where) -> Any:
+    kind, place = where.kind(), (where.name,)
     adds = kind in (Kind.SUM, Kind.MEAN, Kind.COUNT)
     if before is None and adds:
         before = 0
     if not _is_number(before):
-        return merge_values(values, rows, extensive=kind in _SUMS)
+        return merge_values(values, rows, extensive=kind in _SUMS, memory=where.memory, place=place)
     steps = [value - before for value in values]
     whole = all(isinstance(value, int) for value in (*values, before))
     if kind is Kind.COUNT and len(set(steps)) == 1:
         return values[0]
-    if kind is Kind.SUM or (whole and adds) or (not adds and _count_rows(steps, rows)):
+    if kind is Kind.SUM or (whole and adds) or (not adds and _count_rows(steps, rows, where)):
         return before + sum(steps)
     if kind is Kind.MEAN:
         return sum(value * size for value, size in zip(values, rows, strict=True)) / sum(rows)
     if whole and kind is Kind.UNKNOWN:
         return before + merge_numbers(steps, rows)
-    return merge_values(values, rows, extensive=kind is Kind.SET_SUM)
+    sums = kind is Kind.SET_SUM
+    return merge_values(values, rows, extensive=sums, memory=where.memory, place=place)
 
 
-def _count_rows(steps: Sequence[Any], rows: Sequence[int]) -> bool:
-    return max(rows) > 1 and all(step == size for step, size in zip(steps, rows, strict=True))
+def _count_rows(steps: Sequence[Any], rows: Sequence[int], where: Where) -> bool:
+    counts = max(rows) > 1 and all(a == b for a, b in zip(steps, rows, strict=True))
+    if where.memory is not None and len(set(steps)) == 1:
+        return not where.memory.is_constant((where.name, "step"), counts_rows=counts)
+    return counts
 
 
 def _merge_tensors(

@@ -8,14 +8,17 @@ together. The states then go to the other ranks, whose metrics never saw a sampl
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_pipe.split.microbatch import merge_values
 from lightning_pipe.split.patching import attributes, find_metrics
@@ -23,6 +26,7 @@ from lightning_pipe.split.tree import map_tensors
 
 _CALLS = ("update", "forward")
 _PLAIN = (bool, int, float, str, type(None), Tensor)
+_CONTAINERS = (set, dict, list, tuple, deque, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class MetricTape:
         return next(i for i, known in enumerate(self.metrics) if known is metric)
 
     def start(self) -> None:
-        """Begins a step."""
+        """Begins a step; a hook may have made metrics since the last one."""
+        self.find()
         self._saved = {}
         self.calls = []
 
@@ -197,7 +202,7 @@ class MetricTape:
         plain = {
             name: value
             for name, value in vars(metric).items()
-            if isinstance(value, _PLAIN) and name not in metric._defaults and name != "_cache"
+            if name not in metric._defaults and name not in _own_space() and _is_sent(value)
         }
         return MetricState(states, lists, plain)
 
@@ -210,7 +215,7 @@ def _copy_state(metric: nn.Module) -> dict[str, Any]:
             value.clone()
             if name in states and isinstance(value, Tensor)
             else value.copy()
-            if type(value) in (list, dict) and name not in _CALLS
+            if type(value) in (list, dict, set, deque) and name not in _CALLS
             else value
         )
         for name, value in vars(metric).items()
@@ -225,3 +230,19 @@ def _restore(metric: nn.Module, saved: Mapping[str, Any]) -> None:
         if isinstance(value, (Tensor, list)) and name in states:
             value = value.clone() if isinstance(value, Tensor) else list(value)
         space[name] = value
+
+
+@cache
+def _own_space() -> frozenset[str]:
+    """Containers that torch and torchmetrics keep in every metric."""
+    bare = vars(MeanMetric())
+    return frozenset(n for n, v in bare.items() if not isinstance(v, _PLAIN)) | {"_cache"}
+
+
+def _is_sent(value: Any) -> bool:
+    """Whether an attribute of a metric is data that its updates may have changed."""
+    if isinstance(value, (*_PLAIN, np.ndarray)):
+        return True
+    if isinstance(value, dict):
+        return all(map(_is_sent, value)) and all(map(_is_sent, value.values()))
+    return isinstance(value, _CONTAINERS) and all(map(_is_sent, value))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipe.split.frozen import fields_of, is_open
-from lightning_pipe.split.microbatch import merge_values
+from lightning_pipe.split.microbatch import NumberMemory, merge_values
+from lightning_pipe.tail.loggers import LoggerCall
 
 _CLOSE = 1e-5
 _CLOSE_HALF = 2e-2  # bf16 and fp16
@@ -26,15 +27,22 @@ class PrintCall:
     kwargs: dict[str, Any]
 
 
-def merged_prints(calls: Sequence[Sequence[PrintCall]], rows: Sequence[int]) -> list[PrintCall]:
+def merged_prints(
+    calls: Sequence[Sequence[PrintCall]],
+    rows: Sequence[int],
+    memory: NumberMemory | None = None,
+) -> list[PrintCall]:
     """What the whole batch would have printed; texts that differ are those of the first
     micro-batch."""
     merged = []
-    for column in zip(*calls, strict=False):
+    for number, column in enumerate(zip(*calls, strict=False)):
         values = []
-        for parts in zip(*(call.values for call in column), strict=False):
+        for index, parts in enumerate(zip(*(call.values for call in column), strict=False)):
             numbers = all(isinstance(part, (Tensor, int, float)) for part in parts)
-            values.append(merge_values(parts, rows) if numbers else parts[0])
+            place = ("print", number, index)
+            values.append(
+                merge_values(parts, rows, memory=memory, place=place) if numbers else parts[0]
+            )
         merged.append(PrintCall(tuple(values), column[0].kwargs))
     return merged
 
@@ -50,6 +58,7 @@ class Notes:
         metrics: The calls of metrics of each.
         attributes: What each changed.
         prints: The calls of `self.print` of each.
+        loggers: What each said to loggers directly.
     """
 
     rows: Sequence[int]
@@ -58,6 +67,7 @@ class Notes:
     metrics: list[Any] = field(default_factory=list)
     attributes: list[Any] = field(default_factory=list)
     prints: list[list[PrintCall]] = field(default_factory=list)
+    loggers: list[list[LoggerCall]] = field(default_factory=list)
 
 
 def differences(value: Any, other: Any, name: str = "") -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -80,6 +80,11 @@ def refuse_tuners(callbacks: Iterable[Callback]) -> None:
         ConfigError: With the reason and the alternative.
     """
     for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ConfigError(
+                "ModelPruning replaces weights by others while it trains, which have no stage. "
+                "Prune before (torch.nn.utils.prune in __init__ or setup), or on one device"
+            )
         if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
             raise ConfigError(
                 f"{type(callback).__name__} trains for some steps and takes them back, which needs "

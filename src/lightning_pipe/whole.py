@@ -31,6 +31,7 @@ from lightning_pipe.split.rng import mix
 from lightning_pipe.split.trace import Trace, ValueKey
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators
+from lightning_pipe.tail.kinds import kinds_of
 from lightning_pipe.tail.notes import Notes
 from lightning_pipe.work import StepRun
 
@@ -90,11 +91,17 @@ class WholeTail:
         watch = None if record is not None or not step.training else self._watch(step.name, rows)
         return replace(step, record=record, recorded=[], denominators=watch)
 
+    def _known(self, name: str) -> _Known:
+        """What is known of a step; a running extreme may begin to differ at any time."""
+        if name not in self._steps:
+            self._steps[name] = _Known(replays=bool(kinds_of(type(self._module)).rereads))
+        return self._steps[name]
+
     def _recorded(
         self, name: str, cuts: Sequence[CutStep], rows: Sequence[int]
     ) -> tuple[ValueKey, ...] | None:
         """Which values of each micro-batch are to be kept; None if there is nothing to do."""
-        known = self._steps.setdefault(name, _Known())
+        known = self._known(name)
         if known.is_off or len(rows) == 1 or not (known.checks or known.replays):
             return None
         if any(cut.cut.trace.random_glue or cut.cut.trace.draws for cut in cuts):
@@ -108,7 +115,7 @@ class WholeTail:
 
     def _watch(self, name: str, rows: Sequence[int]) -> Denominators | None:
         """What to watch losses with where the tail cannot be run on the whole batch."""
-        known = self._steps.setdefault(name, _Known())
+        known = self._known(name)
         if len(rows) == 1 or not known.checks or known.warned:
             return None
         known.checks -= 1

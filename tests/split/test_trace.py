@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import string
@@ -14,13 +15,17 @@ import torch.nn.functional as F
 from tests.split.parity import compare
 from tests.zoo.modules import MODELS, Case, Stack
 from torch import Tensor, nn
+from torchmetrics import ClasswiseWrapper
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.memo import Elsewhere, SharedOutcomes
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.program import Skipped, StageProgram, StepResult
 from lightning_pipe.split.units import find_units
+from lightning_pipe.states import whole
 
 
 def stack(num_blocks: int = 6) -> Stack:
@@ -393,3 +398,96 @@ def test_a_tail_that_needs_values_is_not_traced_again() -> None:
     assert again.on_fakes
     assert [c.unit for c in again.calls] == [c.unit for c in first.calls]
     assert first.tail_unit_inputs <= again.tail_unit_inputs
+
+
+def test_metrics_in_a_trace_give_what_has_their_structure() -> None:
+    module = stack()
+    wrapped = ClasswiseWrapper(MulticlassAccuracy(num_classes=3, average=None))
+    module.metrics = {"train": [wrapped]}
+
+    def step(batch: Any) -> Tensor:
+        out = module(batch["x"])
+        values = module.metrics["train"][0](out[:, :3], torch.zeros(len(out), dtype=torch.long))
+        assert len(values) == 3
+        return out.sum() + sum(values.values())
+
+    assert trace(module, step).on_fakes
+    assert wrapped.metric.update_count == 0
+
+
+def test_a_module_with_two_names_is_itself_again_after_it_was_whole() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    module["b"] = module["a"]
+    weight = module["a"].weight
+    with whole(module, {"a.weight": torch.zeros(2, 2)}, {}):
+        assert not module.state_dict()["b.weight"].any()
+    assert module["a"].weight is weight
+
+
+class _Choosing(nn.Module):
+    """Its inner shapes depend on values, so it cannot run on fakes; it leaves a loss behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).nonzero().flatten()
+        self.aux = x.pow(2).mean()
+        return x.index_add(0, chosen, self.inner(x[chosen]))
+
+
+def _halves(module: nn.Module, step: Any) -> list[tuple[nn.Module, Any]]:
+    """Copies of a module with the weights of one stage each, and the first trace."""
+    first = trace(module, step(module))
+    cut = StepCut(first, place(first, (0, 3)))
+    copies = []
+    for stage in range(2):
+        half = copy.deepcopy(module)
+        Ownership(half, parameters_of_stages(half, cut)[stage]).drop_foreign()
+        copies.append((half, first))
+    return copies
+
+
+def test_units_that_need_their_weights_are_traced_by_their_own_ranks_and_made_known() -> None:
+    def step(module: nn.Module) -> Any:
+        return lambda b: module(b["x"]).sum() + sum(block.aux for block in module.blocks)
+
+    def told(half: nn.Module, first: Any, shared: SharedOutcomes) -> str | None:
+        try:
+            return trace_step(
+                half, step(half), {"x": torch.randn(6, 8)}, num_stages=2, like=first, shared=shared
+            ).digest_text()
+        except Elsewhere:
+            return None
+
+    blocks = [_Choosing() for _ in range(4)]
+    halves = _halves(Stack(blocks, lambda block, h: block(h)), step)
+    ranks = [SharedOutcomes(), SharedOutcomes()]
+    for _ in range(4):
+        texts = [told(*half, rank) for half, rank in zip(halves, ranks, strict=True)]
+        made = [dict(rank.made) for rank in ranks]
+        if not all([rank.learn(made) for rank in ranks]):
+            break
+    assert texts[0] is not None
+    assert texts[0] == texts[1]
+
+
+def test_ranks_with_different_weights_of_lstms_see_one_step() -> None:
+    def step(module: nn.Module) -> Any:
+        def run(batch: Any) -> Tensor:
+            h = module.first(batch["x"])[:, None]
+            for block in module.blocks:
+                h = block(h)[0]
+            return module.last(h).sum()
+
+        return run
+
+    stacked = Stack([nn.LSTM(16, 16, batch_first=True) for _ in range(4)], lambda block, h: h)
+    texts = [
+        trace_step(
+            half, step(half), {"x": torch.randn(6, 8)}, num_stages=2, like=first
+        ).digest_text()
+        for half, first in _halves(stacked, step)
+    ]
+    assert texts[0] == texts[1]

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.frozen import is_data, is_open
+from lightning_pipe.split.microbatch import NumberMemory, merge_values
 from lightning_pipe.tail.attributes import Attributes
 from lightning_pipe.tail.kinds import Kind, Kinds
 
@@ -299,3 +300,31 @@ def test_a_graph_keeps_what_a_tensor_held_when_it_was_read():
     assert module.scale is buffer
     assert module.held["scale"] is held
     assert (buffer.item(), held.item()) == (1.5, 15.0)
+
+
+class _Extremes:
+    def training_step(self, loss: float) -> None:
+        self.best = min(self.best, loss)
+        if loss > self.worst:
+            self.worst = loss
+        if self.mean is None:
+            self.mean = loss
+        self.mean = 0.9 * self.mean + 0.1 * float(loss)
+        self.seen[loss] = self.seen.get(loss, 0) + 1
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs = max(self.epochs, 1)
+
+
+def test_the_source_tells_what_depends_on_what_it_was():
+    kinds = Kinds(_Extremes)
+    assert kinds.rereads == {"best", "worst"}
+    assert kinds.of("seen", 0.5) is Kind.COUNT
+
+
+def test_the_index_of_a_batch_is_no_number_of_rows():
+    memory = NumberMemory()
+    for index in range(4):
+        values = [{"index": index, "rows": 2}] * 2
+        merged = merge_values(values, [2, 2], memory=memory)
+        assert merged == {"index": index, "rows": 4}

@@ -6,13 +6,17 @@ and ``forward`` for those who call it directly. Patches are never on during a ba
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_pipe.split._fake import is_fake, without_modes
+from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.split.units import is_metric, modules_of
 
 Call = Callable[..., Any]
@@ -75,24 +79,53 @@ def find_metrics(root: nn.Module) -> list[nn.Module]:
     ``root``."""
     found = [m for m in modules_of(root) if is_metric(m)]
     for value in list(vars(root).values()):
-        items: Iterable[Any] = ()
-        if isinstance(value, dict):
-            items = list(value.values())
-        elif isinstance(value, (list, tuple)):
-            items = value
-        for item in items:
+        for item in _in_containers(value):
             # `in` would compare, and metrics make a metric of a comparison
             known = any(item is metric for metric in found)
-            if isinstance(item, nn.Module) and is_metric(item) and not known:
+            if is_metric(item) and not known:
                 found += [m for m in item.modules() if is_metric(m)]
     return found
 
 
-def _stub_value(metric: nn.Module) -> Any:
+def _in_containers(value: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules in plain containers; those of torch's own are its submodules anyway."""
+    if not depth or type(value) not in (dict, list, tuple):
+        return
+    for item in list(value.values()) if isinstance(value, dict) else value:
+        if isinstance(item, nn.Module):
+            yield item
+        else:
+            yield from _in_containers(item, depth - 1)
+
+
+#: what a metric gave for made-up arguments
+_GIVEN: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def _stub_value(metric: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What stands for the value of a metric: of the same structure, such as a dict."""
     keys = getattr(metric, "keys", None)
     if callable(keys) and isinstance(metric, nn.ModuleDict):
         return {key: torch.zeros(()) for key in keys()}
-    return torch.zeros(())
+    if metric not in _GIVEN:
+        with without_modes():
+            try:
+                made_up = map_tensors(_made_up, (args, kwargs))
+                twin = copy.deepcopy(metric)
+                for child in twin.modules():  # the copy is of a metric that is silent
+                    for name in _METRIC_ENTRIES[:2]:
+                        vars(child).pop(name, None)
+                _GIVEN[metric] = twin(*made_up[0], **made_up[1])
+            except Exception:  # it does not take these; most metrics give one number
+                _GIVEN[metric] = torch.zeros(())
+    return _GIVEN[metric]
+
+
+def _made_up(tensor: Tensor) -> Tensor:
+    if not is_fake(tensor):
+        return tensor.detach()
+    value = 0.5 if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype)
 
 
 def silent_metrics(
@@ -104,7 +137,7 @@ def silent_metrics(
     def stub(metric: nn.Module, method: str) -> Call:
         def silent(*args: Any, **kwargs: Any) -> Any:
             on_call((args, kwargs))
-            return None if method == "update" else _stub_value(metric)
+            return None if method == "update" else _stub_value(metric, args, kwargs)
 
         return silent
 

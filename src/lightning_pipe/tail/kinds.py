@@ -12,7 +12,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,6 +56,9 @@ class Kinds:
     def __init__(self, cls: type) -> None:
         self._found: dict[tuple[Path, bool], set[Kind]] = {}
         self._has_source = True
+        #: attributes that a step sets to something that depends on what they were, other than by
+        #: adding to them: a running extreme, a queue
+        self.rereads: set[str] = set()
         for part in cls.__mro__:
             package = part.__module__.split(".")[0]
             if package not in ("torch", "lightning") and package not in sys.stdlib_module_names:
@@ -87,6 +90,8 @@ class Kinds:
         for function in ast.walk(tree):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._read_function(function)
+                if not function.name.startswith(("on_", "configure_", "__")):
+                    self.rereads |= set(_reread(function))
 
     def _read_function(self, function: ast.AST) -> None:
         nodes = list(ast.walk(function))
@@ -108,7 +113,7 @@ class Kinds:
         target, value = node.targets[0], node.value
         if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
             terms = [value.left, value.right]
-            same = [term for term in terms if ast.unparse(term) == ast.unparse(target)]
+            same = [term for term in terms if _place(term) == ast.unparse(target)]
             if same:
                 other = next((term for term in terms if term is not same[0]), same[0])
                 self._note_sum(target, other, names)
@@ -142,6 +147,47 @@ class Kinds:
         if isinstance(target, ast.Attribute):
             path = (target.attr, *keys)
             self._found.setdefault((path, appended), set()).add(kind)
+
+
+def _place(value: ast.expr) -> str:
+    """The text of an expression; ``x.get(key, 0)`` reads ``x[key]``."""
+    if _is_lookup(value):
+        assert isinstance(value, ast.Call)
+        assert isinstance(value.func, ast.Attribute)
+        return f"{ast.unparse(value.func.value)}[{ast.unparse(value.args[0])}]"
+    return ast.unparse(value)
+
+
+def _reread(function: ast.AST) -> Iterator[str]:
+    """Attributes that are set, by a call or a choice, to what depends on what they were."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            calls = [n for n in ast.walk(node.value) if isinstance(n, (ast.Call, ast.IfExp))]
+            read = [inner for call in calls for inner in _arguments(call)]
+            if any(ast.unparse(inner) == ast.unparse(node.targets[0]) for inner in read):
+                yield node.targets[0].attr
+        elif isinstance(node, ast.If):
+            tested = {ast.unparse(n) for n in ast.walk(node.test) if isinstance(n, ast.Attribute)}
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) in tested:
+                    target = inner.targets[0]
+                    if isinstance(target, ast.Attribute) and not _is_start(node.test):
+                        yield target.attr
+
+
+def _arguments(call: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(call, ast.Call):
+        for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
+            yield from ast.walk(argument)
+    else:
+        yield from ast.walk(call)
+
+
+def _is_start(test: ast.expr) -> bool:
+    """Whether a condition asks if there is something yet, and not how large it is."""
+    orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    compared = [n for n in ast.walk(test) if isinstance(n, ast.Compare)]
+    return not any(isinstance(op, orders) for n in compared for op in n.ops)
 
 
 def _is_lookup(value: ast.expr) -> bool:

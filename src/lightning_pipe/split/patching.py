@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +98,8 @@ def _in_containers(value: Any, depth: int = 3) -> Iterator[nn.Module]:
             yield from _in_containers(item, depth - 1)
 
 
-#: what a metric gave for made-up arguments
-_GIVEN: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+#: what a metric gave for made-up arguments, by its id: its hash changes with its state
+_GIVEN: dict[int, tuple[ReferenceType[nn.Module], Any]] = {}
 
 
 def _stub_value(metric: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -107,18 +107,18 @@ def _stub_value(metric: nn.Module, args: Any, kwargs: Any) -> Any:
     keys = getattr(metric, "keys", None)
     if callable(keys) and isinstance(metric, nn.ModuleDict):
         return {key: torch.zeros(()) for key in keys()}
-    if metric not in _GIVEN:
-        with without_modes():
-            try:
-                made_up = map_tensors(_made_up, (args, kwargs))
-                twin = copy.deepcopy(metric)
-                for child in twin.modules():  # the copy is of a metric that is silent
-                    for name in _METRIC_ENTRIES[:2]:
-                        vars(child).pop(name, None)
-                _GIVEN[metric] = twin(*made_up[0], **made_up[1])
-            except Exception:  # it does not take these; most metrics give one number
-                _GIVEN[metric] = torch.zeros(())
-    return _GIVEN[metric]
+    known = _GIVEN.get(id(metric))
+    if known is None or known[0]() is not metric:
+        value: Any = torch.zeros(())
+        with without_modes(), suppress(Exception):  # it may not take these; most give one number
+            args, kwargs = map_tensors(_made_up, (args, kwargs))
+            twin = copy.deepcopy(metric)
+            for child in twin.modules():  # the copy is of a metric that is silent
+                for name in _METRIC_ENTRIES[:2]:
+                    vars(child).pop(name, None)
+            value = twin(*args, **kwargs)
+        _GIVEN[id(metric)] = known = ref(metric), value
+    return known[1]
 
 
 def _made_up(tensor: Tensor) -> Tensor:

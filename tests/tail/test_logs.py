@@ -8,6 +8,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassF1Score
 
+from lightning_pipe.tail import Tail
 from lightning_pipe.tail.logs import LogTape, MetricReference
 from lightning_pipe.tail.metrics import MetricTape
 
@@ -103,3 +104,14 @@ def test_metrics_synchronise_again_after_the_run():
     assert not module.f1.sync_on_compute
     tape.release()
     assert module.f1.sync_on_compute
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_step_that_asks_metrics_for_values_of_a_batch_is_known(asks):
+    root = nn.ModuleDict({"metric": MeanMetric()})
+    tail = Tail(root)
+    tail.start([2, 2], [])
+    for _ in range(2):
+        with tail.microbatch():
+            (root["metric"] if asks else root["metric"].update)(torch.ones(2))
+    assert tail.asks_metrics is asks

@@ -179,6 +179,11 @@ class Tail:
         """Whether the step gives weights to its losses."""
         return any(weight is not None for weight in self._losses.given)
 
+    @property
+    def asks_metrics(self) -> bool:
+        """Whether the step calls metrics for their values of a batch, and not only updates them."""
+        return any(call.method == "forward" for calls in self._metrics.calls for call in calls)
+
     def finish(self) -> Traces:
         """What the whole batch leaves behind; on the rank of the last stage, after the micro-
         batches."""

@@ -46,6 +46,7 @@ LAYERS: dict[str, set[str]] = {
     "follow": {"lightning_utilities"},
     "processes": {"torch", "lightning", "typing_extensions"},
     "construction": {"torch", "lightning", "typing_extensions"},
+    "readings": {"lightning"},
     "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
     "plan_command": {"torch", "lightning", "yaml"},

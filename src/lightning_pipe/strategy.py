@@ -13,13 +13,12 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,12 +29,11 @@ from typing_extensions import override
 from lightning_pipe import _lightning as seam
 from lightning_pipe import _loops
 from lightning_pipe.agreement import agree_while_fitting
-from lightning_pipe.construction import PipelineConstruction
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
 from lightning_pipe.follow import Follow
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
-from lightning_pipe.hooks import Hooks, NoHooks
+from lightning_pipe.hooks import Hooks
 from lightning_pipe.manners import (
     AtomicCheckpointIO,
     move_own,
@@ -47,12 +45,8 @@ from lightning_pipe.manners import (
 from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
 from lightning_pipe.planfile import read_costs, read_plan, with_plan
-from lightning_pipe.planning.attribution import MeasuredBubble
-from lightning_pipe.planning.doctor import Run
-from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
-from lightning_pipe.planning.timeline import Timeline
-from lightning_pipe.report import Bubble, bubble, gather_bubble, run_of, timeline
+from lightning_pipe.readings import PipelineReadings
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.split._fake import run_eagerly
@@ -61,11 +55,8 @@ from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.snapshot import unchanged
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.stage_memory import (
-    StageMemory,
     extend_device_stats,
-    gather_memory,
     note_shortage,
-    relief,
 )
 from lightning_pipe.states import SpreadModel, share_initial_state
 from lightning_pipe.steps import Pipeline
@@ -81,7 +72,7 @@ _CONTEXTS = {
 _RESTORE = ("auto", "all", "rank_zero", "none")
 
 
-class PipelineStrategy(PipelineConstruction):
+class PipelineStrategy(PipelineReadings):
     """Trains one model over several devices, each of which holds some of its layers.
 
     Args:
@@ -529,101 +520,10 @@ class PipelineStrategy(PipelineConstruction):
         self._guard.close()
         seam.teardown(self, super().teardown)
 
-    # ------------------------------------------------------------------ what users read
-
-    @property
-    def plan(self) -> Plan | None:
-        """Which stage holds what; known from the first batch on."""
-        return self._plan
-
-    @property
-    def bubble(self) -> Bubble | None:
-        """How idle this rank was in the last step; None before the first."""
-        return None if self._pipeline is None else bubble(self._pipeline)
-
-    @property
-    def last_timeline(self) -> Timeline | None:
-        """What this rank did in the last step; None before the first."""
-        return None if self._pipeline is None else timeline(self._pipeline)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """What was run in the last step; None before the first."""
-        return None if self._pipeline is None else self._pipeline.schedule
-
-    def gather_bubble(self) -> MeasuredBubble | None:
-        """Where the bubble of the last step is from, over all ranks; all have to call this."""
-        return None if self._pipeline is None else gather_bubble(self._pipeline)
-
-    @property
-    def sizes(self) -> Run | None:
-        """Schedule, micro-batches, cut and the like of the last step; None before the first."""
-        return None if self._pipeline is None else run_of(self._pipeline)
-
-    def count_activations(self) -> None:
-        """Lets the next training step count what it keeps for its backwards."""
-        if self._pipeline is not None:
-            self._pipeline.counts_kept = True
-
-    def gather_memory(self) -> tuple[StageMemory, ...]:
-        """What every stage holds now; all ranks have to call this."""
-        if self._pipeline is None:
-            return ()
-        with self._between.suspended():
-            return gather_memory(self._pipeline, self.num_processes)
-
-    def memory_advice(self, rank: int) -> str:
-        """What would let a rank hold less; empty if nothing is known."""
-        return "" if self._pipeline is None else relief(self._pipeline, rank)
-
-    def gather_timeline(self) -> Timeline | None:
-        """What all ranks did in the last step; all ranks have to call this."""
-        return None if self._pipeline is None else timeline(self._pipeline, of_all_ranks=True)
-
-    @property
-    def num_microbatches(self) -> int | None:
-        """Pieces of a batch; None where that follows from its rows. May be changed between steps,
-        with `microbatch_size` between epochs.
-
-        Raises:
-            ScheduleError: When it is set: the schedule cannot run so many.
-        """
-        return self._pipeline_layout.num_microbatches
-
-    @num_microbatches.setter
-    def num_microbatches(self, number: int | None) -> None:
-        layout = replace(self._pipeline_layout, num_microbatches=number)
-        self._arguments["num_microbatches"] = number
-        draws_others = layout.rows_per_step != self._pipeline_layout.rows_per_step
-        self._layout = layout
-        if self._pipeline is not None:
-            self._pipeline.layout = replace(self._pipeline.layout, num_microbatches=number)
-            if draws_others:
-                seam.reload_training_data(self._module.trainer)
-
-    @property
-    def microbatch_size(self) -> int | None:
-        """Rows of a micro-batch, where steps draw them."""
-        return self._pipeline_layout.microbatch_size
-
-    @property
-    def rows_per_step(self) -> int | None:
-        """Rows that a training step draws, with `microbatch_size`; None: a batch of the loader."""
-        return self._pipeline_layout.rows_per_step
-
     # ------------------------------------------------------------------ pieces
-
-    @property
-    def _between(self) -> Hooks | NoHooks:
-        return self._hooks if self._hooks is not None else NoHooks()
 
     def _hook_runs(self) -> AbstractContextManager[None]:
         return self._between.running() if self._is_cut else nullcontext()
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def _is_cut(self) -> bool:

@@ -34,6 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "tail": {"torch", "torchmetrics", "numpy"},
     "work": {"torch"},
     "whole": {"torch"},
+    "cutting": {"torch"},
     "steps": {"torch"},
     "report": set(),
     "stage_memory": {"torch"},

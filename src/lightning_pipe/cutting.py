@@ -1,0 +1,438 @@
+"""Where a step is cut: traced, decided, laid over the ranks, and known again for the next batch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipe.activations import units_to_run_again
+from lightning_pipe.cuts import Cuts
+from lightning_pipe.decide import decide
+from lightning_pipe.errors import CutError, PipelineError
+from lightning_pipe.home import (
+    CutStep,
+    Home,
+    whole_as_fakes,
+)
+from lightning_pipe.layout import Layout, cut_step, make_plan, predict_step
+from lightning_pipe.planning.plan import Plan
+from lightning_pipe.planning.profile import Profile
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.accelerator import total_memory
+from lightning_pipe.runtime.meeting import meet
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.split.again import can_run_again
+from lightning_pipe.split.analyse import trace_step
+from lightning_pipe.split.batchnorm import batch_norms, least_rows
+from lightning_pipe.split.blueprint import Blueprint
+from lightning_pipe.split.copies import copied_names, find_copies, other_names
+from lightning_pipe.split.memo import Elsewhere, SharedOutcomes, UnitMemo
+from lightning_pipe.split.nest import describe
+from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
+from lightning_pipe.split.patching import attributes
+from lightning_pipe.split.paths import Paths
+from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
+from lightning_pipe.split.program import Skipped
+from lightning_pipe.split.rng import Salts, mix
+from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
+from lightning_pipe.split.scout import find_way
+from lightning_pipe.split.signature import signature
+from lightning_pipe.split.trace import Trace
+from lightning_pipe.tail.loggers import silenced_loggers
+from lightning_pipe.ways import Ways, look_around, more_parameters
+from lightning_pipe.work import Context
+
+T = TypeVar("T")
+
+
+class PipelineCuts:
+    """The part of a pipeline that finds the cut of every step.
+
+    Args:
+        module: The user's LightningModule.
+        layout: What was asked for.
+        ranks: This rank.
+        device: Where its stages live.
+        context: The precision context of a step, by its name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        context: Context,
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.ranks = ranks
+        self.device = device
+        #: as the planner sees the training step, once it is cut
+        self.profile: Profile | None = None
+        #: calls of it that run again for their backward
+        self.again: frozenset[int] = frozenset()
+        #: of the run, once they are made: the plan counts their state
+        self.optimizers: Sequence[Optimizer] = ()
+        #: of weights that are not there before the first cut
+        self.blueprint: Blueprint | None = None
+        self._context = context
+        self._cuts = Cuts(module, ranks.position, device.type)
+        self._ways = Ways()
+        self._home: Home | None = None
+        self._known: dict[str, nn.Parameter] = {}
+        self._shared = SharedOutcomes()
+        self._plan: Plan | None = None
+
+    @property
+    def home(self) -> Home:
+        """Where the weights are."""
+        assert self._home is not None, "the module has not been cut yet"
+        return self._home
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was planned at the first cut."""
+        return self._plan
+
+    def cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
+        """Traces a step on a first batch, decides the stages and drops the weights of other ranks.
+
+        Raises:
+            CutError: The step cannot be cut, or the ranks saw different steps.
+            ConfigError: Weights on the meta device that nothing gives a value.
+        """
+        with nullcontext() if self.blueprint is None else self.blueprint.unguarded(self.module):
+            self._cut(name, args, training=training)
+        if self.blueprint is not None:
+            self.blueprint.finish()
+            self.blueprint = None
+
+    def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
+        meet(self.ranks, "traces its first step")
+        self._check_rules(args[0])
+        pieces = self._split(args[0])
+        piece = pieces.batches[0]
+        paths = self._look(name, piece, args[1:], training=training)
+        trace = paths.best
+        profile = self._profile(trace, pieces.rows[0], training=training)
+        self.profile = profile if training else None
+        memory = total_memory(self.device) // self._sharers
+        self.layout, reasons = decide(self.layout, profile, len(pieces.batches), memory)
+        cut = cut_step(self.layout, trace, profile, len(pieces.batches))
+        units: dict[str, frozenset[int]] = cut.stages_of_units()
+        also: list[frozenset[str]] = []
+        if paths.vary:
+            units = paths.homes(units)
+            also = more_parameters(self.module, paths, units, cut)
+        read = frozenset().union(*read_by_stages(self.module, cut), *also)
+        copies = find_copies(self.module, read)
+        held = parameters_of_stages(self.module, cut, also)
+        stage_to_rank = self.layout.stage_to_rank()
+        own = [s for s, rank in enumerate(stage_to_rank) if rank == self.ranks.position]
+        ownership = Ownership(self.module, frozenset().union(*(held[s] for s in own)))
+        units |= {name: units[unit] for name, unit in copied_names(units, copies).items()}
+        units |= other_names(self.module, units)
+        trace.keep_whole |= copied_names(trace.keep_whole, copies).keys()
+        trace.open_up |= copied_names(trace.open_up, copies).keys()
+        sizes = {
+            name: (p.numel(), p.numel() * p.element_size())
+            for name, p in self.module.named_parameters()
+        }
+        starts = tuple(cut.first_call(stage) for stage in range(cut.num_stages))
+        again = units_to_run_again(
+            self.layout,
+            self.module,
+            cut,
+            profile,
+            self.layout.make(len(pieces.batches)),
+            memory,
+        )
+        calls = frozenset(
+            c.index for c in trace.calls if c.unit in again and can_run_again(trace, c)
+        )
+        self.again = calls
+        count = len(pieces.batches)
+        self._plan = make_plan(
+            self.layout,
+            trace,
+            cut,
+            held,
+            profile,
+            sizes=sizes,
+            num_microbatches=count,
+            prediction=predict_step(self.layout, profile, starts, count, calls)
+            if training and trace.calls
+            else None,
+            again=calls,
+            reasons=reasons,
+        )
+        self._home = Home(
+            cut,
+            starts,
+            stage_to_rank,
+            held,
+            units,
+            ownership,
+            again,
+        )
+        ownership.drop_foreign(self.device)
+        self._known = dict(self.module.named_parameters())
+        self._ways.note((name, training), trace)
+        if paths.vary:
+            self._ways.varies((name, training))
+        else:
+            state = self._state_key(name, training=training)
+            self._cuts.first(state, signature(piece), self._home)
+
+    def _look(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Paths:
+        """Traces the first step, and its other ways if it draws numbers that may decide on them."""
+
+        def look() -> Paths:
+            absent = self.blueprint is not None
+            with whole_as_fakes(self.module, self.device, is_absent=absent):
+                trace = partial(self._trace, name, piece, rest, training=training)
+                first = trace()
+                paths = Paths(first, seen=[first])
+                if first.draws and self.layout.num_stages > 1:
+                    paths = look_around(self.module, first, self._cuts.memo, trace)
+            return paths
+
+        return self._together(look, Paths.digest_text)
+
+    @property
+    def _sharers(self) -> int:
+        """Ranks that share the memory of a device: on the CPU, all of this machine."""
+        return self.ranks.num_positions if self.device.type == "cpu" else 1
+
+    def _profile(self, trace: Trace, rows: int, *, training: bool) -> Profile:
+        """What the planner is told, with the state of the optimizer that trains."""
+        state: dict[str, int] = {}
+        if training:
+            for optimizer in self.optimizers:
+                state |= optimizer_state_bytes(self.module, optimizer)
+        found = profile_of(self.module, trace, rows=rows, optimizer_bytes=state)
+        costs = self.layout.costs if training else None
+        return found if costs is None else found.with_costs(costs)
+
+    def _trace(
+        self,
+        name: str,
+        piece: Any,
+        rest: tuple[Any, ...],
+        *,
+        training: bool,
+        memo: UnitMemo | None = None,
+        like: Trace | None = None,
+        key: int = 0,
+        salts: Salts | None = None,
+    ) -> Trace:
+        step = getattr(self.module, name)
+        if self._home is not None:
+            like = self._home.cut.trace
+
+        def traced(batch: Any) -> Any:
+            value = step(batch, *rest)
+            if training and value is None:
+                raise Skipped
+            return value
+
+        with (
+            torch.set_grad_enabled(training),
+            self._context(name),
+            _noted(name, piece),
+        ):
+            found = trace_step(
+                self.module,
+                traced,
+                piece,
+                num_stages=self.layout.num_stages,
+                device_type=self.device.type,
+                key=key,
+                salts=salts,
+                like=like,
+                memo=memo,
+                silenced=partial(silenced_loggers, self.module),
+                shared=self._shared,
+            )
+        if training and self._home is not None:
+            self._refuse_strangers(found)
+        return found
+
+    def _together(self, make: Callable[[], T], text_of: Callable[[T], str]) -> T:
+        """Looks at a step on all ranks, which have to see the same. A unit that only its own rank
+        can run is made known to the others, and they look again.
+
+        Args:
+            make: Looks at the step.
+            text_of: A text that is equal on two ranks exactly if they saw the same.
+        """
+        while True:
+            failure = None
+            try:
+                found = make()
+            except Exception as error:
+                failure = error
+            again = self._agree("" if failure is not None else text_of(found), failure)
+            if again:
+                continue
+            if failure is not None:
+                raise failure
+            return found
+
+    def _agree(self, text: str, failure: Exception | None) -> bool:
+        """Refuses to go on if the ranks did not see the same step.
+
+        Args:
+            text: What this rank saw.
+            failure: Why it saw nothing, if so.
+
+        Returns:
+            Whether to look again, with what other ranks have found out.
+        """
+        # each rank has a device of its own
+        text = re.sub(r"(?<=[a-z]):\d+|, index=\d+", "", text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        seen = (digest, reason, isinstance(failure, Elsewhere), self._shared.made)
+        told = share.gather_objects(self.ranks, seen) or []
+        is_new = self._shared.learn(made for *_, made in told)
+        failed = [(rank, why) for rank, (_, why, _, _) in enumerate(told) if why is not None]
+        if failed and is_new and all(elsewhere for _, why, elsewhere, _ in told if why):
+            return True
+        if failure is not None:
+            return False
+        if failed:
+            raise CutError(f"the step cannot be traced on rank {failed[0][0]}: {failed[0][1]}")
+        digests = [digest for digest, *_ in told]
+        if len(set(digests)) > 1:
+            differs = next(i for i, other in enumerate(digests) if other != digests[0])
+            raise CutError(
+                f"the step is not the same on all ranks: ranks 0 and {differs} of {len(digests)} "
+                "traced different calls or shapes. Build the same model on every rank: nothing in "
+                "it may depend on the rank or on an unseeded random choice"
+            )
+        return False
+
+    def _cut_for(
+        self, state: tuple[str, bool, Any], piece: Any, rest: tuple[Any, ...], *, training: bool
+    ) -> CutStep:
+        """The cut of a step for one batch structure; a new one costs at most one trace."""
+
+        def trace(memo: UnitMemo | None) -> Trace:
+            found = self._together(
+                partial(self._trace, state[0], piece, rest, training=training, memo=memo),
+                Trace.digest_text,
+            )
+            self._ways.note(state[:2], found)
+            return found
+
+        return self._cuts.get(state, signature(piece), self.home, trace, self._ways)
+
+    def _own_ways(
+        self,
+        state: tuple[str, bool, Any],
+        pieces: Pieces,
+        rest: tuple[Any, ...],
+        key: int,
+        *,
+        training: bool,
+    ) -> list[CutStep]:
+        """The cut of each micro-batch along the way that its random numbers decide on."""
+
+        def look() -> list[CutStep]:
+            cuts: list[CutStep] = []
+            for number, piece in enumerate(pieces.batches):
+                trace = partial(
+                    self._trace, state[0], piece, rest, training=training, key=mix(key, number)
+                )
+                way = self._find_way(state[0], piece, rest, mix(key, number), training=training)
+                cuts.append(self._cuts.along(way, state, signature(piece), self.home, trace))
+            return cuts
+
+        return self._together(look, lambda cuts: repr([cut.way for cut in cuts]))
+
+    def _find_way(
+        self, name: str, piece: Any, rest: tuple[Any, ...], key: int, *, training: bool
+    ) -> Hashable | None:
+        step = getattr(self.module, name)
+        silent = attributes(silenced_loggers(self.module, lambda _: None))
+        with torch.set_grad_enabled(training), self._context(name), silent:
+            return find_way(
+                self.module,
+                self.home.cut.trace,
+                self._cuts.memo,
+                lambda batch: step(batch, *rest),
+                piece,
+                key=key,
+                device_type=self.device.type,
+            )
+
+    def _refuse_strangers(self, trace: Trace) -> None:
+        """Refuses weights that came to the step after the cut: they are on no stage."""
+        inside = tuple(f"{unit}." for unit in trace.unit_names)
+        for name, parameter in self.module.named_parameters():
+            is_read = name in trace.glue_parameters or name.startswith(inside)
+            if is_read and parameter.requires_grad and self._known.get(name) is not parameter:
+                raise CutError(
+                    f"the step uses the weight {name}, which was made or replaced after the model "
+                    "was cut into stages at its first step, so it is on no stage and nobody would "
+                    "sum its gradients. Make it before fit (in __init__, setup or configure_model) "
+                    "and leave it out of the step, or frozen, until it is wanted; or end this fit "
+                    "and call trainer.fit again"
+                )
+
+    def _state_key(self, name: str, *, training: bool) -> tuple[str, bool, Any]:
+        """What a trace depends on besides its batch: modules in train or eval mode, frozen
+        weights, and which modules and weights there are."""
+        modes = tuple((id(module), module.training) for module in self.module.modules())
+        flags = tuple((id(p), p.requires_grad) for p in self.module.parameters())
+        return name, training, (hash(modes), hash(flags))
+
+    def _split(self, batch: Any) -> Pieces:
+        rules = self.layout.split_batch
+        if self.layout.num_microbatches == 1 and not has_rows(batch):
+            return Pieces((batch,), (1,))
+        rows = count_rows(batch, rules)
+        wanted = self.layout.microbatches_for(rows, least_rows(self._batch_norms))
+        return split_batch(batch, wanted, rules)
+
+    def _check_rules(self, batch: Any) -> None:
+        unused = unused_rules(batch, self.layout.split_batch)
+        if unused and self.ranks.is_first:
+            warnings.warn(
+                f"split_batch has rules for {unused}, but nothing in the first batch has such a "
+                f"name: it is {describe(batch)}",
+                stacklevel=2,
+            )
+
+    @cached_property
+    def _batch_norms(self) -> list[tuple[str, nn.Module]]:
+        return batch_norms(self.module)
+
+
+@contextmanager
+def _noted(name: str, piece: Any) -> Iterator[None]:
+    """Says with an exception of the user's step that it saw one micro-batch."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"{name} was given a micro-batch: {describe(piece)}. If it fails only because it "
+                "needs all rows of the batch together, use num_microbatches=1; if something in it "
+                "was split along the wrong dimension, or should be whole, say so with split_batch"
+            )
+        raise

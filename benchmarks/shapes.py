@@ -34,6 +34,7 @@ from lightning_pipe.split.rows import split_batch
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail import Tail
+from lightning_pipe.ways import Ways
 from lightning_pipe.work import StageOfStep, StepRun, Trial
 
 STATE = ("training_step", True, 0)
@@ -87,7 +88,7 @@ class Bench:
         cuts = []
         for piece in pieces.batches:
             find = lambda memo, piece=piece: self._trace(piece, memo)  # noqa: E731
-            cuts.append(self.cuts.get(STATE, signature(piece), self.home, find))
+            cuts.append(self.cuts.get(STATE, signature(piece), self.home, find, Ways()))
         unproven = [cut for cut in cuts if cut.unproven is not None]
         self.num_derived += bool(unproven)
         run = StepRun(

@@ -99,7 +99,7 @@ def test_what_it_cannot_mean_is_refused_at_once(wrong: Any) -> None:
 
 
 def _short_of_memory() -> list[int]:
-    import lightning_pipe.steps as steps
+    from lightning_pipe import cutting as steps
 
     peaks = _train(2, activation_checkpointing="none")[2].prediction.peak_bytes
     usable_bytes = max(peaks) - 1

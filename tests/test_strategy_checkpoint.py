@@ -221,3 +221,29 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(tmp_path):
     for seen, result in run_ranks(2, _middle, {}, str(tmp_path / "again"), path):
         assert seen == batches[2:]
         torch.testing.assert_close(result["weights"], expected["weights"], rtol=1e-9, atol=1e-9)
+
+
+class _Normed(lit.Lit):
+    def make_net(self, width, depth):
+        pairs = [(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(depth)]
+        return nn.Sequential(*(nn.Sequential(*pair) for pair in pairs), nn.Linear(width, 4))
+
+
+def _running_statistics(folder):
+    module = lit.seeded(_Normed)
+    trainer = lit.trainer({"num_microbatches": 2}, 2)
+    trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    path = Path(folder) / "normed.ckpt"
+    trainer.save_checkpoint(path)
+    own = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return own, torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_running_statistics_come_home_without_any_validation(tmp_path):
+    """`F.batch_norm` writes them and leaves no trace of it on the tensor."""
+    (first, kept), (second, _) = run_ranks(2, _running_statistics, str(tmp_path))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        assert torch.equal(value, kept[name]), name
+        assert "mean" not in name or value.any(), name

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_pipe import BatchError, steps
+from lightning_pipe import BatchError, cutting
 
 
 def _world():
@@ -319,21 +319,21 @@ class _LitBranching(lit.LitTied):
 
 def _branching(strategy):
     traced = []
-    trace_step = steps.trace_step
+    trace_step = cutting.trace_step
 
     def counting(root, step, batch, **kwargs):
         if len(batch[0]) == 2:  # a micro-batch
             traced.append(batch[0].shape[1] - 1)
         return trace_step(root, step, batch, **kwargs)
 
-    steps.trace_step = counting
+    cutting.trace_step = counting
     try:
         module = lit.seeded(_LitBranching)
         batches = [(lit.tokens(4, n + 1).tensors[0],) for n in (5, 9, 3, 10, 7, 12, 5, 8, 6, 11)]
         trainer = lit.trainer(strategy, _world())
         trainer.fit(module, DataLoader(batches, batch_size=None))
     finally:
-        steps.trace_step = trace_step
+        cutting.trace_step = trace_step
     # every rank has the buffers of its own stages
     counts = {float(block.calls) for block in module.net.blocks}
     return lit.outcome(module, trainer), traced, counts

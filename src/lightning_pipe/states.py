@@ -168,8 +168,14 @@ def share_initial_state(
                     tensor.copy_(received)
 
 
+_SMALL = 1 << 16  # numbers in a buffer that is compared
+
+
 class BufferWatch:
     """Knows which buffers were written since the cut: only those are carried.
+
+    A kernel may write one without a trace, as `F.batch_norm` does with the running statistics:
+    small ones are compared, and a module that has written one buffer is taken to have written all.
 
     Args:
         module: The user's module.
@@ -177,18 +183,26 @@ class BufferWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: (b, b._version) for name, b in module.named_buffers()}
+        self._before = {
+            name: (b, b._version, b.detach().clone() if b.numel() <= _SMALL else None)
+            for name, b in module.named_buffers()
+        }
 
     def changed(self, home: Home, position: int) -> dict[str, Tensor]:
         """Buffers that this rank owns and has written."""
-        found = {}
-        for name, buffer in self._module.named_buffers():
-            known, version = self._before.get(name, (None, -1))
-            if (buffer is not known or buffer._version != version) and (
-                home.owner_of_buffer(name) == position
-            ):
-                found[name] = buffer.detach()
-        return found
+        buffers = dict(self._module.named_buffers())
+        owners = {n.rpartition(".")[0] for n, b in buffers.items() if self._is_written(n, b)}
+        return {
+            name: buffer.detach()
+            for name, buffer in buffers.items()
+            if name.rpartition(".")[0] in owners and home.owner_of_buffer(name) == position
+        }
+
+    def _is_written(self, name: str, buffer: Tensor) -> bool:
+        known, version, content = self._before.get(name, (None, -1, None))
+        if buffer is not known or buffer._version != version:
+            return True
+        return content is not None and not torch.equal(buffer, content)
 
 
 def gather_buffers(watch: BufferWatch, home: Home, ranks: Ranks) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from tests.lit import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe import ConfigError, PipelineStrategy
+from lightning_pipe import ConfigError, PipelineStrategy, cutting
 
 _CALLS = [0]
 
@@ -99,19 +99,31 @@ def test_what_it_cannot_mean_is_refused_at_once(wrong: Any) -> None:
 
 
 def _short_of_memory() -> list[int]:
-    from lightning_pipe import cutting as steps
-
     peaks = _train(2, activation_checkpointing="none")[2].prediction.peak_bytes
     usable_bytes = max(peaks) - 1
     memory = int(2 * usable_bytes / 0.9)  # of both ranks, with head-room
-    true, steps.total_memory = steps.total_memory, lambda device: memory
+    here = memory * (1 + 9 * torch.distributed.get_rank())  # the smallest rank decides for all
+    true, cutting.total_memory = cutting.total_memory, lambda device: here
     try:
         plan = _train(2)[2]
     finally:
-        steps.total_memory = true
+        cutting.total_memory = true
     return [stage.units_run_again for stage in plan.stages]
 
 
 def test_auto_runs_units_again_where_memory_is_short() -> None:
-    counts = run_ranks(2, _short_of_memory)[0]
-    assert sum(counts) == 1  # the fullest rank lacks one byte
+    for counts in run_ranks(2, _short_of_memory):
+        assert sum(counts) == 1  # the fullest rank lacks one byte
+
+
+def _validate() -> Any:
+    module = lit.seeded(LitNoisy)
+    trainer = lit.trainer({"num_microbatches": 4, "activation_checkpointing": "all"}, 1)
+    trainer.validate(module, DataLoader(lit.rows(16), batch_size=8), verbose=False)
+    return trainer.strategy.plan
+
+
+def test_an_evaluation_runs_nothing_again() -> None:
+    (plan,) = run_ranks(1, _validate)
+    assert plan.stages[0].num_units == 7
+    assert plan.stages[0].units_run_again == 0

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_pipe import PipelineStrategy
 from lightning_pipe.errors import PlanError
 from lightning_pipe.follow import compare
-from lightning_pipe.layout import Layout, cut_step
+from lightning_pipe.layout import Layout
+from lightning_pipe.placing import cut_step
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.plan import Plan, Prediction, StagePlan
 from lightning_pipe.split.analyse import trace_step

@@ -9,7 +9,7 @@ from lightning_pipe.layout import Layout
 from lightning_pipe.planning.checkpointing import calls_to_run_again
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.profile import Profile
-from lightning_pipe.split.again import can_run_again, names_of_classes
+from lightning_pipe.split.again import names_of_classes, repeatable_calls
 from lightning_pipe.split.cut import StepCut
 
 __all__ = ["units_to_run_again"]
@@ -37,7 +37,7 @@ def units_to_run_again(
         ConfigError: A class is asked for that no unit has.
     """
     wanted, trace = layout.activation_checkpointing, cut.trace
-    able = {call.index for call in trace.calls if can_run_again(trace, call)}
+    able = repeatable_calls(trace, trace.unit_names)
     if wanted == "none":
         return frozenset()
     if wanted == "auto":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,19 +21,22 @@ from lightning_pipe.home import (
     Home,
     whole_as_fakes,
 )
-from lightning_pipe.layout import Layout, cut_step, make_plan, predict_step
+from lightning_pipe.layout import Layout
+from lightning_pipe.placing import cut_step
+from lightning_pipe.planned import make_plan, predict_step
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.accelerator import total_memory
 from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.split.again import can_run_again
+from lightning_pipe.sameness import see_together
+from lightning_pipe.split.again import repeatable_calls
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.copies import copied_names, find_copies, other_names
-from lightning_pipe.split.memo import Elsewhere, SharedOutcomes, UnitMemo
+from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
 from lightning_pipe.split.patching import attributes
@@ -50,8 +51,6 @@ from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail.loggers import silenced_loggers
 from lightning_pipe.ways import Ways, look_around, more_parameters
 from lightning_pipe.work import Context
-
-T = TypeVar("T")
 
 
 class PipelineCuts:
@@ -127,7 +126,7 @@ class PipelineCuts:
         trace = paths.best
         profile = self._profile(trace, pieces.rows[0], training=training)
         self.profile = profile if training else None
-        memory = total_memory(self.device) // self._sharers
+        memory = self._least_memory()
         self.layout, reasons = decide(self.layout, profile, len(pieces.batches), memory)
         cut = cut_step(self.layout, trace, profile, len(pieces.batches))
         units: dict[str, frozenset[int]] = cut.stages_of_units()
@@ -150,18 +149,11 @@ class PipelineCuts:
             for name, p in self.module.named_parameters()
         }
         starts = tuple(cut.first_call(stage) for stage in range(cut.num_stages))
-        again = units_to_run_again(
-            self.layout,
-            self.module,
-            cut,
-            profile,
-            self.layout.make(len(pieces.batches)),
-            memory,
-        )
-        calls = frozenset(
-            c.index for c in trace.calls if c.unit in again and can_run_again(trace, c)
-        )
-        self.again = calls
+        again = frozenset[str]()
+        if training:
+            schedule = self.layout.make(len(pieces.batches))
+            again = units_to_run_again(self.layout, self.module, cut, profile, schedule, memory)
+        self.again = calls = repeatable_calls(trace, again)
         count = len(pieces.batches)
         self._plan = make_plan(
             self.layout,
@@ -208,12 +200,13 @@ class PipelineCuts:
                     paths = look_around(self.module, first, self._cuts.memo, trace)
             return paths
 
-        return self._together(look, Paths.digest_text)
+        return see_together(self.ranks, self._shared, look, Paths.digest_text)
 
-    @property
-    def _sharers(self) -> int:
-        """Ranks that share the memory of a device: on the CPU, all of this machine."""
-        return self.ranks.num_positions if self.device.type == "cpu" else 1
+    def _least_memory(self) -> int:
+        """Bytes of the smallest rank: all have to decide the same. On the CPU the ranks share."""
+        sharers = self.ranks.num_positions if self.device.type == "cpu" else 1
+        own = total_memory(self.device) // sharers
+        return min(share.gather_objects(self.ranks, own) or [own])
 
     def _profile(self, trace: Trace, rows: int, *, training: bool) -> Profile:
         """What the planner is told, with the state of the optimizer that trains."""
@@ -269,68 +262,15 @@ class PipelineCuts:
             self._refuse_strangers(found)
         return found
 
-    def _together(self, make: Callable[[], T], text_of: Callable[[T], str]) -> T:
-        """Looks at a step on all ranks, which have to see the same. A unit that only its own rank
-        can run is made known to the others, and they look again.
-
-        Args:
-            make: Looks at the step.
-            text_of: A text that is equal on two ranks exactly if they saw the same.
-        """
-        while True:
-            failure = None
-            try:
-                found = make()
-            except Exception as error:
-                failure = error
-            again = self._agree("" if failure is not None else text_of(found), failure)
-            if again:
-                continue
-            if failure is not None:
-                raise failure
-            return found
-
-    def _agree(self, text: str, failure: Exception | None) -> bool:
-        """Refuses to go on if the ranks did not see the same step.
-
-        Args:
-            text: What this rank saw.
-            failure: Why it saw nothing, if so.
-
-        Returns:
-            Whether to look again, with what other ranks have found out.
-        """
-        # each rank has a device of its own
-        text = re.sub(r"(?<=[a-z]):\d+|, index=\d+", "", text)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-        seen = (digest, reason, isinstance(failure, Elsewhere), self._shared.made)
-        told = share.gather_objects(self.ranks, seen) or []
-        is_new = self._shared.learn(made for *_, made in told)
-        failed = [(rank, why) for rank, (_, why, _, _) in enumerate(told) if why is not None]
-        if failed and is_new and all(elsewhere for _, why, elsewhere, _ in told if why):
-            return True
-        if failure is not None:
-            return False
-        if failed:
-            raise CutError(f"the step cannot be traced on rank {failed[0][0]}: {failed[0][1]}")
-        digests = [digest for digest, *_ in told]
-        if len(set(digests)) > 1:
-            differs = next(i for i, other in enumerate(digests) if other != digests[0])
-            raise CutError(
-                f"the step is not the same on all ranks: ranks 0 and {differs} of {len(digests)} "
-                "traced different calls or shapes. Build the same model on every rank: nothing in "
-                "it may depend on the rank or on an unseeded random choice"
-            )
-        return False
-
     def _cut_for(
         self, state: tuple[str, bool, Any], piece: Any, rest: tuple[Any, ...], *, training: bool
     ) -> CutStep:
         """The cut of a step for one batch structure; a new one costs at most one trace."""
 
         def trace(memo: UnitMemo | None) -> Trace:
-            found = self._together(
+            found = see_together(
+                self.ranks,
+                self._shared,
                 partial(self._trace, state[0], piece, rest, training=training, memo=memo),
                 Trace.digest_text,
             )
@@ -360,7 +300,9 @@ class PipelineCuts:
                 cuts.append(self._cuts.along(way, state, signature(piece), self.home, trace))
             return cuts
 
-        return self._together(look, lambda cuts: repr([cut.way for cut in cuts]))
+        return see_together(
+            self.ranks, self._shared, look, lambda cuts: repr([cut.way for cut in cuts])
+        )
 
     def _find_way(
         self, name: str, piece: Any, rest: tuple[Any, ...], key: int, *, training: bool

@@ -9,7 +9,8 @@ from tests.zoo.modules import Case
 from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError, PlanError
-from lightning_pipe.layout import Layout, cut_step
+from lightning_pipe.layout import Layout
+from lightning_pipe.placing import cut_step
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.profile import profile_of
 

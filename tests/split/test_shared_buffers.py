@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_pipe.layout import Layout, cut_step, make_plan
+from lightning_pipe.layout import Layout
+from lightning_pipe.placing import cut_step
+from lightning_pipe.planned import make_plan
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.ownership import parameters_of_stages

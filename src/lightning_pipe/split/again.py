@@ -21,7 +21,7 @@ from lightning_pipe.split.rng import Generator, preserved
 from lightning_pipe.split.trace import Alias, Constant, NewTensor, Trace, UnitCall
 from lightning_pipe.split.tree import tensors
 
-__all__ = ["Again", "can_run_again", "names_of_classes"]
+__all__ = ["Again", "can_run_again", "names_of_classes", "repeatable_calls"]
 
 
 class Again:
@@ -155,6 +155,11 @@ def can_run_again(trace: Trace, call: UnitCall) -> bool:
     if trace.written & (call.inputs | call.unit_inputs):
         return False
     return all(isinstance(leaf, (NewTensor, Alias, Constant)) for leaf in call.leaves)
+
+
+def repeatable_calls(trace: Trace, units: Collection[str]) -> frozenset[int]:
+    """The calls of these units that can run again."""
+    return frozenset(c.index for c in trace.calls if c.unit in units and can_run_again(trace, c))
 
 
 def names_of_classes(root: nn.Module, units: Collection[str], classes: Collection[str]) -> set[str]:

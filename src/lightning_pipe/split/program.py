@@ -26,7 +26,7 @@ from lightning_pipe.split._fake import (
     is_fake,
     is_foreign,
 )
-from lightning_pipe.split.again import Again, can_run_again
+from lightning_pipe.split.again import Again, repeatable_calls
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
@@ -212,12 +212,8 @@ class StageProgram:
         return other
 
     def _calls_to_run_again(self) -> frozenset[int]:
-        calls = (self._trace.calls[i] for i in self._cut.calls_of(self.stage))
-        return frozenset(
-            call.index
-            for call in calls
-            if call.unit in self._wants_again and can_run_again(self._trace, call)
-        )
+        own = frozenset(self._cut.calls_of(self.stage))
+        return own & repeatable_calls(self._trace, self._wants_again)
 
     def ghost(self, key: ValueKey) -> Tensor:
         """Return a fake for a value that this stage does not need."""

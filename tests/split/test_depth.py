@@ -173,7 +173,8 @@ class Switching(nn.Module):
         return self.linear(x) if self.changes else x
 
 
-def test_a_unit_that_stops_returning_its_argument_is_noticed() -> None:
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_unit_that_stops_returning_its_argument_is_noticed(watch: bool) -> None:
     switching = Switching()
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), switching, nn.Linear(WIDTH, WIDTH))
     x = torch.randn(4, WIDTH)
@@ -181,7 +182,7 @@ def test_a_unit_that_stops_returning_its_argument_is_noticed() -> None:
     cut = StepCut(seen, place(seen, (0, 2)))
     switching.changes = True
     with pytest.raises(StageMismatchError, match="'1' returned a new tensor"):
-        StageProgram(cut, 0, module).run(lambda: module(x).sum(), (), key=0)
+        StageProgram(cut, 0, module, watch=watch).run(lambda: module(x).sum(), (), key=0)
 
 
 class Shuffled(Dropped):

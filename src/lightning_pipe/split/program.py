@@ -457,7 +457,7 @@ class _Run:
                     out = original(*args, **kwargs)
                 if self.program.watch:
                     check_made(self.trace, call, out, self.program.stage)
-                elif call.passes_through:
+                if call.passes_through:
                     check_aliases(call, out, flatten((args, kwargs))[0], self.program.stage)
         finally:
             self.busy = False

@@ -9,11 +9,8 @@ later readers would see a stale value. The mode remembers the storages that lost
 
 from __future__ import annotations
 
-import functools
-import gc
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -44,6 +41,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.split.rng import is_draw
 from lightning_pipe.split.tree import tensors
 
 #: what `fake.device` is to a dispatch mode: more than half of all operators of a trace
@@ -147,8 +145,7 @@ class GhostMode(FakeTensorMode):
         """Run an operator of a step; one that draws a single number draws it for real, so that code
         that branches on it can run on fakes."""
         made = self.dispatch(func, types, args, kwargs)
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if not draws or not isinstance(made, Tensor) or made.numel() != 1:
+        if not is_draw(func) or not isinstance(made, Tensor) or made.numel() != 1:
             return made
         if tensors((args, kwargs)):
             return made
@@ -346,15 +343,6 @@ def function_mode_off(mode: TorchFunctionMode | None) -> Iterator[None]:
         yield
 
 
-#: packages whose memoised helpers never hold tensors of a user's step
-_SAFE_CACHES = frozenset(
-    (
-        *("torch", "re", "functools", "typing", "inspect", "sympy", "lightning", "torchmetrics"),
-        *("jsonargparse", "rich", "networkx", "numpy"),
-    )
-)
-
-
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Keep torch from logging a traceback for each operator that has no fake; we have a way out."""
@@ -387,27 +375,6 @@ def run_eagerly(root: nn.Module) -> Callable[[], None]:
     return undo
 
 
-_MEMOISED: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def clear_memoised(*, search: bool = True) -> None:
-    """Empty the ``lru_cache`` of user code: a helper that ran on fakes would return them to a real
-    step.
-
-    Args:
-        search: Look for such helpers among all objects; if not, those of the last search are meant.
-    """
-    if search:
-        for item in gc.get_objects():
-            if type(item) is functools._lru_cache_wrapper:
-                root = (getattr(item, "__module__", "") or "").split(".")[0]
-                if root not in _SAFE_CACHES:
-                    _MEMOISED.add(item)
-    for item in _MEMOISED:
-        if item.cache_info().currsize:
-            item.cache_clear()
-
-
 __all__ = [
     "DEVICE_OF",
     "GHOSTS",
@@ -419,7 +386,6 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "as_fake",
-    "clear_memoised",
     "empty_fake",
     "function_mode_off",
     "inside_step",

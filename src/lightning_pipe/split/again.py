@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.split.patching import attributes
+from lightning_pipe.split.patching import attributes, silent_talk
 from lightning_pipe.split.rng import Generator, preserved
 from lightning_pipe.split.trace import Alias, Constant, NewTensor, Trace, UnitCall
 from lightning_pipe.split.tree import tensors
@@ -121,14 +121,9 @@ class _Second(AbstractContextManager[None]):
                 "activation_checkpointing, or write into a copy"
             )
         root = self._again.root
-        silent = [
-            (root, name, lambda *args, **kwargs: None)
-            for name in ("log", "print")
-            if callable(getattr(root, name, None))
-        ]
         with ExitStack() as stack:
             stack.enter_context(self._again.random_preserved())
-            stack.enter_context(attributes(silent))
+            stack.enter_context(attributes(silent_talk(root, lambda _: None)))
             for name, value in self._before:
                 owner, _, last = name.rpartition(".")
                 space = root.get_submodule(owner)._buffers

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.split._fake import clear_memoised, is_fake, quiet_fakes
+from lightning_pipe.split._fake import is_fake, quiet_fakes
 from lightning_pipe.split.callers import KeepWhole
 from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
+from lightning_pipe.split.memoised import clear_memoised
 from lightning_pipe.split.program import Skipped
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import Salts, generators_of, preserved
@@ -27,12 +28,15 @@ _MAX_ROUNDS = 40
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class _Draws(NamedTuple):
-    """What the random numbers of a trace are made from."""
+class _Given(NamedTuple):
+    """What every attempt is given, whatever was found out: random numbers, silence, what other
+    ranks know."""
 
     key: int
-    salts: Salts
+    salts: Salts | None
     device_type: str
+    silenced: Silenced | None
+    shared: SharedOutcomes | None
 
 
 class _Search:
@@ -44,12 +48,10 @@ class _Search:
         num_stages: int,
         like: Trace | None,
         memo: UnitMemo | None,
-        draws: _Draws,
-        talk: tuple[Silenced | None, SharedOutcomes | None],
+        given: _Given,
     ) -> None:
-        self.silenced, self.shared = talk
         self.root = root
-        self.draws = draws
+        self.given = given
         self.like = like
         self.memo = memo if like is not None else None
         self.num_stages = num_stages
@@ -148,8 +150,8 @@ def trace_step(
     Raises:
         CutError: The step cannot be traced; the message names the module and the reason.
     """
-    draws = _Draws(key, salts or {}, device_type)
-    search = _Search(root, num_stages, like, memo, draws, (silenced, shared))
+    given = _Given(key, salts, device_type, silenced, shared)
+    search = _Search(root, num_stages, like, memo, given)
     try:
         return _search(search, step, batch)
     except CutError as refusal:
@@ -160,7 +162,7 @@ def trace_step(
 
 
 def _search(search: _Search, step: Callable[[Any], Any], batch: Any) -> Trace:
-    with preserved(search.draws.device_type, generators_of(search.root)), quiet_fakes():
+    with preserved(search.given.device_type, generators_of(search.root)), quiet_fakes():
         for _ in range(_MAX_ROUNDS):
             units = search.units()
             try:
@@ -187,16 +189,12 @@ def _attempt(
         search.root,
         units,
         real=search.real,
-        key=search.draws.key,
-        device_type=search.draws.device_type,
-        salts=search.draws.salts,
         truth=search.truth,
         known_reads=search.known_reads,
         pinned=search.pinned,
         memo=search.memo,
         like=search.like,
-        silenced=search.silenced,
-        shared=search.shared,
+        **search.given._asdict(),
     )
     try:
         trace = tracer.run(step, batch)

@@ -69,11 +69,8 @@ class Glue(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _HOOKS and run.hook_runs_elsewhere(args[0]):
             return NoHandle()
-        if (
-            segment,
-            count,
-        ) in run.trace.random_glue:  # what is received seeds too, for Python's draws
-            run.random.at(segment, count, 3)
+        if key[1:] in run.trace.random_glue:  # what is received seeds too, for Python's draws
+            run.random.at(*key[1:], 3)
         address = address_of(func, args)
         if address is not None:
             return address

@@ -21,7 +21,13 @@ from lightning_pipe.planning.costs import CostTable, LinkCosts, UnitCosts
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.nest import mapped
-from lightning_pipe.split.patching import attributes, find_metrics, routed, silent_metrics
+from lightning_pipe.split.patching import (
+    attributes,
+    find_metrics,
+    routed,
+    silent_metrics,
+    silent_talk,
+)
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.tree import flatten, tensors, unflatten
@@ -74,14 +80,10 @@ def measure_units(
 
 @contextmanager
 def _watched(root: nn.Module, units: dict[str, nn.Module], stopwatch: _Stopwatch) -> Iterator[None]:
-    def silent(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """In place of `self.log`."""
-
     routes = [(module, stopwatch.wrapper(name, module)) for name, module in units.items()]
     with ExitStack() as stack:
         stack.enter_context(attributes(silent_metrics(find_metrics(root), lambda given: None)))
-        if callable(getattr(root, "log", None)):
-            stack.enter_context(attributes([(root, "log", silent)]))
+        stack.enter_context(attributes(silent_talk(root, lambda given: None)))
         stack.enter_context(attributes(list(routed(routes))))
         yield
 

@@ -26,7 +26,7 @@ Replacement = tuple[Any, str, Any]
 Wrapper = Callable[[Call, str], Call]
 
 _ENTRIES = ("_call_impl", "forward")
-_METRIC_ENTRIES = ("_call_impl", "forward", "update", "compute")
+_METRIC_ENTRIES = (*_ENTRIES, "update", "compute")
 
 
 @contextmanager
@@ -114,10 +114,12 @@ def _stub_value(metric: nn.Module, args: Any, kwargs: Any) -> Any:
             args, kwargs = map_tensors(_made_up, (args, kwargs))
             twin = copy.deepcopy(metric)
             for child in twin.modules():  # the copy is of a metric that is silent
-                for name in _METRIC_ENTRIES[:2]:
+                for name in _ENTRIES:
                     vars(child).pop(name, None)
             value = twin(*args, **kwargs)
-        _GIVEN[id(metric)] = known = ref(metric), value
+        number = id(metric)
+        known = ref(metric, lambda _: _GIVEN.pop(number, None)), value
+        _GIVEN[number] = known
     return known[1]
 
 
@@ -145,6 +147,18 @@ def silent_metrics(
         for name in _METRIC_ENTRIES:
             if hasattr(metric, name):
                 yield metric, name, stub(metric, name)
+
+
+def silent_talk(root: nn.Module, on_call: Callable[[Any], None]) -> Iterator[Replacement]:
+    """List the replacements that keep ``root.log`` and ``root.print`` from talking, and tell
+    ``on_call`` what they were given."""
+
+    def silent(*args: Any, **kwargs: Any) -> None:
+        on_call((args, kwargs))
+
+    for name in ("log", "print"):
+        if callable(getattr(root, name, None)):
+            yield root, name, silent
 
 
 def quiet_metrics(

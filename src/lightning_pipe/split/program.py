@@ -39,6 +39,7 @@ from lightning_pipe.split.patching import (
     routed,
     run_forward_hooks,
     silent_metrics,
+    silent_talk,
 )
 from lightning_pipe.split.recompute import Regions
 from lightning_pipe.split.rng import KeyedRandom, generators_of, preserved
@@ -137,9 +138,9 @@ class StageProgram:
         names = dict.fromkeys((*self._trace.unit_names, *others))
         self._units = [(name, root.get_submodule(name)) for name in names]
         self._ghosts: dict[ValueKey, Tensor] = {}
-        self._asking = asking_files(root, [module for _, module in self._units])
         self._needs_mode = watch or cut.num_stages > 1 or bool(self._trace.random_glue)
         modules = [module for _, module in self._units]
+        self._asking = asking_files(root, modules)
         self._opens_encoders = any(True for _ in opened_encoders(root, modules))
         in_units = tuple(name + "." for name in names)
         owned = set(cut.units_of(stage))
@@ -314,12 +315,10 @@ class _Run:
         root = self.program._root
         log = getattr(root, "log", None)
         if not self.program.is_last:
-            found = list(silent_metrics(self.metrics, lambda _: None))
-            if callable(log):
-                found.append((root, "log", lambda *args, **kwargs: None))
-            if callable(getattr(root, "print", None)):
-                found.append((root, "print", lambda *args, **kwargs: None))
-            return found
+            return [
+                *silent_metrics(self.metrics, lambda _: None),
+                *silent_talk(root, lambda _: None),
+            ]
         found = list(quiet_metrics(self.metrics, self._unseen))
         if callable(log):
 

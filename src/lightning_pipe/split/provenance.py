@@ -28,6 +28,7 @@ from lightning_pipe.split._fake import (
     mutated_arguments,
     storage_key,
 )
+from lightning_pipe.split.rng import is_draw
 from lightning_pipe.split.trace import GlueValue, Meta, Source, ValueKey
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.split.typed import address_of
@@ -161,7 +162,7 @@ class OperatorLedger(DispatchMode):
         made = tensors(out)
         if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             self.reads_in_units += 1
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if is_draw(func):
             self.drawn_in_units += 1
             self.scalar_draws += any(t.numel() == 1 for t in made)
         for tensor in made:
@@ -184,7 +185,7 @@ class OperatorLedger(DispatchMode):
             t.dtype in (torch.bool, torch.uint8) for t in inputs[1:]
         )
         self.read_draws |= drawn and is_read and not by_number
-        if torch.Tag.nondeterministic_seeded in tags:
+        if is_draw(func):
             self.random_draws += 1
             self.on_draw()
             drawn = True

@@ -166,6 +166,11 @@ def preserved(device_type: str = "cpu", generators: Sequence[Generator] = ()) ->
             _set_state(generator, state)
 
 
+def is_draw(operator: Any) -> bool:
+    """Tell whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Where a generator stood before an operation drew from it.
@@ -181,7 +186,7 @@ class Drawn:
     @classmethod
     def before(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Drawn | None:
         """Note where the generator of an operation stands; None for one that does not draw."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not is_draw(func):
             return None
         own = kwargs.get("generator")
         if own is not None:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipe.split._fake import (
@@ -34,10 +33,11 @@ from lightning_pipe.split.patching import (
     routed,
     run_forward_hooks,
     silent_metrics,
+    silent_talk,
 )
 from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, generators_of, preserved
+from lightning_pipe.split.rng import KeyedRandom, generators_of, is_draw, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper, Snapshot
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import flatten, tensors, unflatten
@@ -74,14 +74,12 @@ def find_way(
     units = {name: root.get_submodule(name) for name in like.units}
     snapshot = Snapshot(root, units)
     keeper = AttributeKeeper(root, like.changed_attributes | like.ghost_attributes)
+    generators = generators_of(root)
+    random = KeyedRandom(key, device_type, generators)
     try:
-        with preserved(device_type, generators_of(root)), inside_step():
-            return _Scout(root, units, memo, KeyedRandom(key, device_type, generators_of(root))).go(
-                step, copy_tensors(batch)
-            )
-    except _Lost:
-        return None
-    except Exception:  # the trace says it better
+        with preserved(device_type, generators), inside_step():
+            return _Scout(root, units, memo, random).go(step, copy_tensors(batch))
+    except (_Lost, Exception):  # the trace says it better
         return None
     finally:
         snapshot.restore()
@@ -100,7 +98,7 @@ class _Draws(DispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if is_draw(func):
             self.count += 1
             if self.on_draw is not None:
                 self.on_draw()
@@ -135,12 +133,10 @@ class _Scout(TorchFunctionMode):
         """Run the step; may be called once."""
         units = [(module, self._wrapper(name, module)) for name, module in self._units.items()]
         regions = Regions(lambda: self._busy, draws=lambda: self._draws.count)
-        found = list(silent_metrics(find_metrics(self._root), self._note))
-        for name in ("log", "print"):
-            if callable(getattr(self._root, name, None)):
-                found.append((self._root, name, lambda *args, **kwargs: self._note(args)))
         with ExitStack() as stack:
-            stack.enter_context(attributes(found))
+            metrics = find_metrics(self._root)
+            stack.enter_context(attributes(silent_metrics(metrics, self._note)))
+            stack.enter_context(attributes(silent_talk(self._root, self._note)))
             stack.enter_context(attributes(asking_files(self._root, self._units.values())))
             stack.enter_context(attributes(list(opened_encoders(self._root, self._units.values()))))
             stack.enter_context(attributes(list(routed(units))))

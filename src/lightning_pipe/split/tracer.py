@@ -50,6 +50,7 @@ from lightning_pipe.split.patching import (
     routed,
     run_forward_hooks,
     silent_metrics,
+    silent_talk,
 )
 from lightning_pipe.split.provenance import InnerGradient, OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.recompute import Regions
@@ -157,6 +158,8 @@ class Tracer:
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
         self._repeated: set[str] = set()
+        #: units that cannot run on fakes and ran on made-up values
+        self._on_random: set[str] = set()
         self._saved = SavedTensors(root)
         self._regions = Regions(lambda: self._busy, draws=lambda: self.operators.random_draws)
         self._busy = False
@@ -215,12 +218,11 @@ class Tracer:
                 self._sink(_variables(error))
             return None
 
-    def _replacements(self) -> list[tuple[Any, str, Any]]:
-        found = list(silent_metrics(find_metrics(self._root), self._sink))
-        if callable(getattr(self._root, "log", None)):
-            found.append((self._root, "log", lambda name, value, *a, **k: self._sink(value)))
-        if callable(getattr(self._root, "print", None)):
-            found.append((self._root, "print", lambda *values, **_: self._sink(values)))
+    def _replacements(self) -> list[Replacement]:
+        found = [
+            *silent_metrics(find_metrics(self._root), self._sink),
+            *silent_talk(self._root, self._sink),
+        ]
         if self._silenced is not None:
             found += self._silenced(self._sink)
         return found
@@ -331,9 +333,9 @@ class Tracer:
             known = known or (None if self._real else self._shared.get(key, structure))
             if known is None:
                 out, known, saved = self._observe(name, module, original, arguments, structure)
-                if memo is not None and not in_checkpoint and self._is_clean(name):
+                if memo is not None and not in_checkpoint and name not in self._on_random:
                     memo.put(place, known)
-                if not self._is_clean(name):
+                if name in self._on_random:
                     self._shared.note(key, known)
             else:
                 out, saved = self._repeat(name, module, known, arguments), ()
@@ -368,9 +370,6 @@ class Tracer:
         self._draws |= self._random.moved()
         self._random.at(*place)
 
-    def _is_clean(self, name: str) -> bool:
-        return not any(note.startswith(f"{name} ran on random") for note in self.notes)
-
     def _observe(
         self,
         name: str,
@@ -392,7 +391,7 @@ class Tracer:
             self._busy, self.operators.inside, self._saved.in_unit = False, None, False
         drew = self.operators.drawn_in_units != drawn
         draws = self._random.moved() or self.operators.scalar_draws != scalar_draws
-        draws |= drew and not self._is_clean(name)
+        draws |= drew and name in self._on_random
         if draws:
             out = self._own_objects(out, module, arguments)
         leaves, num_outputs, made = self._outputs(index, module, out, arguments, written, before)
@@ -485,6 +484,7 @@ class Tracer:
                     f"{error}) and its weights are on another rank; give batches of one shape."
                 ) from error
             self.notes.append(f"{name} ran on random inputs ({type(error).__name__})")
+            self._on_random.add(name)
             used = [_random_like(a) for a in arguments]
             self._random.at(len(self.calls), 1)
             versions = _versions(used)

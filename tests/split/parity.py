@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tests.zoo.modules import Case
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipe.cuts import lay
 from lightning_pipe.home import Home
@@ -40,6 +40,17 @@ class Parity:
     #: the cut of each micro-batch, of steps that call other units for each
     ways: Sequence[StepCut] = ()
     losses: Sequence[float] = ()
+
+
+class TanhBlock(nn.Module):
+    """A unit of the plainest kind."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
 
 
 def piece(batch: Any, microbatch: int) -> Any:
@@ -163,12 +174,10 @@ def evaluate(
         chosen = partition([call.parameters + 1 for call in train.calls], num_stages)
     else:
         chosen = tuple(starts(len(train.calls)))
-    stages = place(train, chosen)
-    homes: dict[str, set[int]] = {}
-    for call in train.calls:
-        homes.setdefault(call.unit, set()).add(stages[call.index])
+    laid = StepCut(train, place(train, chosen))
+    homes = laid.stages_of_units()
     homes |= other_names(case.module, homes)
-    held = parameters_of_stages(case.module, StepCut(train, stages))
+    held = parameters_of_stages(case.module, laid)
     case.module.eval()
     with torch.no_grad():
         expected = step(case, case.batch)

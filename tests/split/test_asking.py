@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.split.parity import compare
+from tests.split.parity import TanhBlock, compare
 from tests.zoo.modules import Case
 from torch import Tensor, nn
 
@@ -37,22 +37,13 @@ QUESTIONS: dict[str, Question] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Asking(nn.Module):
     """What the next block is given depends on an answer."""
 
     def __init__(self, question: Question) -> None:
         super().__init__()
         self.question = question
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(TanhBlock(6) for _ in range(6))
         self.kept: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:

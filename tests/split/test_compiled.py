@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.split.parity import compare, evaluate
+from tests.split.parity import TanhBlock, compare, evaluate
 from tests.zoo.modules import Case
 from torch import Tensor, nn
 
@@ -13,21 +13,12 @@ from lightning_pipe.split._fake import run_eagerly
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Model(nn.Module):
     """One block, or the whole stack, is compiled too; training and evaluation may differ."""
 
     def __init__(self, what: str, train: str, other: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(Block() for _ in range(6)))
+        self.net = nn.Sequential(*(TanhBlock(6) for _ in range(6)))
         plain = self.net if what == "net" else self.net[2]
         self.alias = torch.compile(plain, backend="eager")
         self.what = what

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_pipe.errors import BatchError
 from lightning_pipe.split.nest import describe, first_size, items, rebuilt
@@ -111,11 +111,8 @@ def _cat(values: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _packed(values: Sequence[PackedSequence]) -> PackedSequence:
-    padded = [pad_packed_sequence(value, batch_first=True) for value in values]
-    rows = [row[:length] for rows, lengths in padded for row, length in zip(rows, lengths)]  # noqa: B905
-    lengths = torch.cat([lengths for _, lengths in padded])
-    together = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return pack_padded_sequence(together, lengths, batch_first=True, enforce_sorted=False)
+    rows = [row for value in values for row in unpack_sequence(value)]
+    return pack_sequence(rows, enforce_sorted=False)
 
 
 def _one(values: Sequence[Any], path: str) -> Any:

@@ -136,20 +136,17 @@ def merge_numbers(
 ) -> Any:
     """Merge Python numbers as `merge_values` says."""
     first = values[0]
-    if memory is not None:
-        counts = list(values) == list(rows)
-        if counts or all(value == first for value in values):
-            constant = memory.is_constant(place, counts_rows=counts)
-            if constant and len(set(values)) == 1:
-                return first
-    if all(isinstance(value, (int, np.integer)) for value in values):
-        counts_rows = list(values) == list(rows) and len(set(rows)) <= len(rows)
-        if len(set(values)) == 1 and not counts_rows:
+    counts_rows = list(values) == list(rows)
+    equal = all(value == first for value in values)
+    if memory is not None and (counts_rows or equal):
+        is_constant = memory.is_constant(place, counts_rows=counts_rows)
+        if is_constant and equal:
             return first
+    if all(isinstance(value, (int, np.integer)) for value in values):
+        return first if equal and not counts_rows else sum(values)
+    if max(rows) > 1 and counts_rows:
         return sum(values)
-    if max(rows) > 1 and list(values) == list(rows):
-        return sum(values)
-    if all(value == first for value in values):
+    if equal:
         return first
     return sum(value * size for value, size in zip(values, rows, strict=True)) / sum(rows)
 

@@ -65,8 +65,7 @@ class MetricTape:
     def find(self) -> None:
         """Looks for metrics again; those that were known keep their numbers."""
         known = {id(metric) for metric in self.metrics}
-        found = [m for m in self._root.modules() if isinstance(m, (Metric, MetricCollection))]
-        for metric in [*found, *find_metrics(self._root)]:
+        for metric in find_metrics(self._root):
             if id(metric) not in known:
                 known.add(id(metric))
                 self.metrics.append(metric)

@@ -27,10 +27,11 @@ def main() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lightning_pipe.planning.balance import partition
-    from lightning_pipe.planning.choose import Request, search
+    from lightning_pipe.planning.choose import search
     from lightning_pipe.planning.costs import LinkCosts, StageCosts
     from lightning_pipe.planning.explain import explain
     from lightning_pipe.planning.profile import tensor_parallel
+    from lightning_pipe.planning.request import Request
     from lightning_pipe.planning.schedules import make_schedule
     from lightning_pipe.planning.simulate import simulate
     from lightning_pipe.planning.topology import Topology

@@ -132,9 +132,10 @@ def predict(
     loads: list[float], costs: str, counts: Any, name: str, ranks: int, pieces: int
 ) -> float:
     """Seconds of a step by the planner's own way."""
-    from lightning_pipe.planning.choose import Candidate, Request, try_one
+    from lightning_pipe.planning.choose import Candidate, try_one
     from lightning_pipe.planning.costs import CostTable
     from lightning_pipe.planning.profile import Profile, UnitProfile
+    from lightning_pipe.planning.request import Request
 
     table = CostTable.from_json(costs)
     units = tuple(UnitProfile(f"blocks.{i}", weights=(f"{i}",)) for i in range(len(loads)))

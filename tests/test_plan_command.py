@@ -150,8 +150,8 @@ def test_large_weights_take_no_memory() -> None:
 def test_a_plan_survives_json() -> None:
     from tests.planning.test_choose import HEAVY
 
-    from lightning_pipe.planning.choose import Request
     from lightning_pipe.planning.conclude import make_plan
+    from lightning_pipe.planning.request import Request
 
     made = make_plan(HEAVY, Request(rows=16, devices=4, cap_bytes=2**31))
     assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.layout import Layout
-from lightning_pipe.planning.choose import Request, search
+from lightning_pipe.planning.choose import search
 from lightning_pipe.planning.costs import FREE, GUESSED_FLOPS_PER_S, GUESSED_LINK, LinkCosts
 from lightning_pipe.planning.explain import explain
 from lightning_pipe.planning.profile import Profile
+from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.topology import Topology
 
 __all__ = ["decide"]

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_pipe.errors import ConfigError, ScheduleError
 from lightning_pipe.grouping import Grouped
-from lightning_pipe.planning.choose import BALANCES
 from lightning_pipe.planning.costs import CostTable
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
+from lightning_pipe.planning.request import BALANCES
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule, validate_user
 from lightning_pipe.split.rows import Rule, check_rules
 from lightning_pipe.statistics import POLICIES

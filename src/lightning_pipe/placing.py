@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.layout import Layout
-from lightning_pipe.planning.choose import Request, starts_for
 from lightning_pipe.planning.profile import Profile, ranges
+from lightning_pipe.planning.request import Request, starts_for
 from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.trace import Trace
 

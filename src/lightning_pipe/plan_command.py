@@ -25,7 +25,7 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.layout import Layout
 from lightning_pipe.planfile import read_costs
-from lightning_pipe.planning.choose import Request, Search, search
+from lightning_pipe.planning.choose import Search, search
 from lightning_pipe.planning.conclude import plan_of
 from lightning_pipe.planning.costs import (
     FREE,
@@ -34,16 +34,11 @@ from lightning_pipe.planning.costs import (
     CostTable,
     LinkCosts,
 )
-from lightning_pipe.planning.memory import (
-    HEADROOM,
-    Ledger,
-    does_it_fit,
-    parse_bytes,
-    rule_of_thumb,
-    smallest_pipeline,
-)
+from lightning_pipe.planning.estimate import does_it_fit, parse_bytes, rule_of_thumb
+from lightning_pipe.planning.memory import HEADROOM, Ledger, smallest_pipeline
 from lightning_pipe.planning.plan import Plan, columns
 from lightning_pipe.planning.profile import Profile
+from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.topology import Topology
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.split._fake import large_as_fakes, to_dtype

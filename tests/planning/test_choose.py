@@ -11,15 +11,7 @@ import pytest
 
 from lightning_pipe.errors import PlanError, ScheduleError
 from lightning_pipe.planning.balance import uniform
-from lightning_pipe.planning.choose import (
-    BALANCES,
-    Candidate,
-    Request,
-    search,
-    starts_for,
-    try_one,
-    unit_work,
-)
+from lightning_pipe.planning.choose import Candidate, search, try_one
 from lightning_pipe.planning.costs import CostTable, LinkCosts, UnitCosts
 from lightning_pipe.planning.explain import explain, rows_of
 from lightning_pipe.planning.profile import (
@@ -29,6 +21,7 @@ from lightning_pipe.planning.profile import (
     all_reduce_s,
     tensor_parallel,
 )
+from lightning_pipe.planning.request import BALANCES, Request, starts_for, unit_work
 from lightning_pipe.planning.schedules import make_schedule
 from lightning_pipe.planning.simulate import simulate
 from lightning_pipe.planning.topology import Topology

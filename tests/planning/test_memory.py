@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.balance import uniform
-from lightning_pipe.planning.memory import (
-    does_it_fit,
-    make_ledger,
-    parse_bytes,
-    rule_of_thumb,
-    smallest_pipeline,
-    stage_in_flight,
-)
+from lightning_pipe.planning.estimate import does_it_fit, parse_bytes, rule_of_thumb
+from lightning_pipe.planning.memory import make_ledger, smallest_pipeline, stage_in_flight
 from lightning_pipe.planning.profile import Intervals, Profile, UnitProfile, Weight
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_pipe.planning.choose import Outcome, Request, Search, search
+from lightning_pipe.planning.choose import Outcome, Search, search
 from lightning_pipe.planning.explain import explain, parts_of
 from lightning_pipe.planning.plan import Plan, Prediction, StagePlan
 from lightning_pipe.planning.profile import Profile, ranges
+from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.simulate import ideal_bubble_fraction
 
 __all__ = ["make_plan", "plan_of", "predict"]

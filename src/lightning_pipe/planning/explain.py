@@ -11,12 +11,12 @@ from lightning_pipe.planning.choose import (
     NEED_TIMES,
     Candidate,
     Outcome,
-    Request,
     Search,
     try_one,
 )
 from lightning_pipe.planning.plan import format_bytes, format_seconds
 from lightning_pipe.planning.profile import ranges
+from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.simulate import BubbleParts, bubble_parts
 
 __all__ = ["explain", "parts_of"]

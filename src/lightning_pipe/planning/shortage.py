@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_pipe.errors import PlanError, ScheduleError
-from lightning_pipe.planning.choose import Request, starts_for
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.memory import Ledger, StageLedger, make_ledger
 from lightning_pipe.planning.plan import format_bytes
 from lightning_pipe.planning.profile import Again, Profile, ranges
+from lightning_pipe.planning.request import Request, starts_for
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 
 __all__ = ["Remedy", "describe_stage", "explain_shortage", "remedies"]

@@ -176,9 +176,6 @@ class Counting(Stage):
         super().__init__(*args)
         self.alive, self.peak = weakref.WeakSet(), 0
 
-    def recomputes(self, microbatch):
-        return False
-
     def forward(self, microbatch, received):
         with self.watched():
             result = super().forward(microbatch, received)
@@ -234,9 +231,6 @@ def test_nothing_is_kept_of_an_evaluation():
 
 
 class Raising(Stage):
-    def recomputes(self, microbatch):
-        return False
-
     def forward(self, microbatch, received):
         if microbatch == 2:
             raise KeyError("the user's own")
@@ -265,9 +259,6 @@ def test_an_exception_keeps_its_type_and_says_where(caplog):
 
 
 class WrongShape(Stage):
-    def recomputes(self, microbatch):
-        return False
-
     def forward(self, microbatch, received):
         return tuple(value[:1] for value in super().forward(microbatch, received))
 

@@ -22,9 +22,6 @@ class Failing(Stage):
 
     action = "raise"
 
-    def recomputes(self, microbatch):
-        return False
-
     def forward(self, microbatch, received):
         if self.blocks[0] is self.model[4] and microbatch == 3:
             if self.action == "raise":

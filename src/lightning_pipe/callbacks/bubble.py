@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.callbacks.needs import need_pipeline, need_steps
 from lightning_pipe.planning.attribution import MeasuredBubble, mean_bubble
 from lightning_pipe.planning.doctor import Run
 from lightning_pipe.planning.evidence import FILE_NAME, to_text
@@ -41,8 +41,7 @@ class BubbleMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps={every_n_steps}: give a number of steps from 1")
+        need_steps(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         #: what was measured last, on every rank
         self.latest: MeasuredBubble | None = None
@@ -52,11 +51,7 @@ class BubbleMonitor(Callback):
         self._num_batches = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "gather_bubble"):
-            raise ConfigError(
-                f"BubbleMonitor measures pipelines, and the strategy is "
-                f"{type(trainer.strategy).__name__}: give Trainer(strategy='pipeline')"
-            )
+        need_pipeline(self, "measures", trainer, "gather_bubble")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sums, self._num_measured, self._num_batches = {}, 0, 0

@@ -10,14 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.callbacks.needs import need_pipeline, need_steps
 from lightning_pipe.planning.attribution import MeasuredBubble, mean_bubble
-from lightning_pipe.planning.doctor import Loss, Run, Verdict, examine, loss_jump
+from lightning_pipe.planning.doctor import AROUND, Loss, Run, Verdict, examine, loss_jump
 from lightning_pipe.split.rows import count_rows, has_rows
 
 __all__ = ["PipelineDoctor"]
-
-_AROUND = 8  # steps before and after a change whose losses are compared
 
 
 class PipelineDoctor(Callback):
@@ -40,8 +38,7 @@ class PipelineDoctor(Callback):
     """
 
     def __init__(self, num_steps: int = 5) -> None:
-        if num_steps < 1:
-            raise ConfigError(f"num_steps={num_steps}: give a number of steps from 1")
+        need_steps(num_steps=num_steps)
         self.num_steps = num_steps
         #: what was said first, on every rank; None before
         self.verdict: Verdict | None = None
@@ -52,11 +49,7 @@ class PipelineDoctor(Callback):
         self._num_batches = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "gather_bubble"):
-            raise ConfigError(
-                f"PipelineDoctor looks at pipelines, and the strategy is "
-                f"{type(trainer.strategy).__name__}: give Trainer(strategy='pipeline')"
-            )
+        need_pipeline(self, "looks at", trainer, "gather_bubble")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.verdict, self._found, self._num_batches = None, [], 0
@@ -95,7 +88,7 @@ class _Losses:
     """The losses around a change of the sizes of a step; they are read when there was one."""
 
     def __init__(self) -> None:
-        self._before: deque[Tensor] = deque(maxlen=_AROUND)
+        self._before: deque[Tensor] = deque(maxlen=AROUND)
         self._after: list[Tensor] = []
         self._asked: tuple[Any, int] | None = None
         self._last = (0, 0)  # micro-batches and accumulated batches of the step before
@@ -113,7 +106,7 @@ class _Losses:
         asked = (strategy.num_microbatches, accumulated)
         rows = count_rows(batch, {}) * accumulated if has_rows(batch) else 0
         if asked != self._asked:
-            if self._asked is not None and len(self._before) == _AROUND:
+            if self._asked is not None and len(self._before) == AROUND:
                 self._change, self._after = (self._last, sizes), []
             else:
                 self._before.clear()
@@ -124,7 +117,7 @@ class _Losses:
             self._before.append(loss.detach() * accumulated)
             return None
         self._after.append(loss.detach() * accumulated)
-        return self._compare() if len(self._after) == _AROUND else None
+        return self._compare() if len(self._after) == AROUND else None
 
     def _compare(self) -> Verdict | None:
         assert self._change is not None
@@ -134,5 +127,5 @@ class _Losses:
         ):
             samples = self._samples[pieces, accumulated]
             losses += [(pieces, samples, float(value)) for value in values]
-        self._before, self._after, self._change = deque(self._after, _AROUND), [], None
+        self._before, self._after, self._change = deque(self._after, AROUND), [], None
         return loss_jump(losses)

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_pipe.callbacks.needs import need_pipeline, need_steps
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.plan import columns, format_bytes
 from lightning_pipe.stage_memory import StageMemory
@@ -37,8 +38,7 @@ class StageMemoryMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, warn_fraction: float = 0.9) -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps={every_n_steps}: give a number of steps from 1")
+        need_steps(every_n_steps=every_n_steps)
         if not 0 < warn_fraction <= 1:
             raise ConfigError(f"warn_fraction={warn_fraction}: give a share above 0, 1 at most")
         self.every_n_steps = every_n_steps
@@ -49,11 +49,7 @@ class StageMemoryMonitor(Callback):
         self._num_batches = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "gather_memory"):
-            raise ConfigError(
-                f"StageMemoryMonitor measures pipelines, and the strategy is "
-                f"{type(trainer.strategy).__name__}: give Trainer(strategy='pipeline')"
-            )
+        need_pipeline(self, "measures", trainer, "gather_memory")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.latest, self._num_batches = (), 0

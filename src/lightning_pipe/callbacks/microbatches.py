@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_pipe.callbacks.needs import need_pipeline
 from lightning_pipe.errors import ConfigError
 
 __all__ = ["MicrobatchSchedule"]
@@ -55,11 +56,7 @@ class MicrobatchSchedule(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy: Any = trainer.strategy
-        if not hasattr(strategy, "num_microbatches"):
-            raise ConfigError(
-                "MicrobatchSchedule changes the micro-batches of a pipeline, and the strategy is "
-                f"{type(strategy).__name__}: give Trainer(strategy='pipeline')"
-            )
+        need_pipeline(self, "changes the micro-batches of", trainer, "num_microbatches")
         if strategy.rows_per_step is not None and self.interval == "step":
             raise ConfigError(
                 "MicrobatchSchedule(interval='step') with microbatch_size="

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_pipe.callbacks.needs import need_steps
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.plan import Plan, columns, format_bytes, format_count
@@ -36,8 +37,7 @@ class PipelineProgress(Callback):
     def __init__(
         self, every_n_steps: int = 20, count: Literal["samples", "tokens"] = "samples"
     ) -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps={every_n_steps}: give a number of steps from 1")
+        need_steps(every_n_steps=every_n_steps)
         if count not in ("samples", "tokens"):
             raise ConfigError(f"count={count!r}: choose 'samples' or 'tokens'")
         self.every_n_steps = every_n_steps

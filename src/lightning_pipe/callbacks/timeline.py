@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_pipe.callbacks.needs import need_pipeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.attribution import stage_costs_of
 from lightning_pipe.planning.ir import Schedule
@@ -59,11 +60,7 @@ class TimelineRecorder(Callback):
         self._num_batches = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "gather_timeline"):
-            raise ConfigError(
-                f"TimelineRecorder records pipelines, and the strategy is "
-                f"{type(trainer.strategy).__name__}: give Trainer(strategy='pipeline')"
-            )
+        need_pipeline(self, "records", trainer, "gather_timeline")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._num_batches = 0

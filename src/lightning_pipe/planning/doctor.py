@@ -18,7 +18,7 @@ from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan, format_bytes, format_seconds
 from lightning_pipe.planning.profile import ranges
 
-__all__ = ["Cause", "Loss", "Run", "Verdict", "diagnose", "examine", "loss_jump"]
+__all__ = ["AROUND", "Cause", "Loss", "Run", "Verdict", "diagnose", "examine", "loss_jump"]
 
 Cause = Literal[
     "bubble",
@@ -33,9 +33,11 @@ Cause = Literal[
 Loss = tuple[int, int, float]
 """Of one step: number of micro-batches, samples of an optimizer step (0 if unknown), loss."""
 
+AROUND = 8
+"""Steps before and after a change of the sizes of a step whose losses are compared."""
+
 _IDLE = 0.05  # of the time of all ranks; less is not worth a change
 _ROOMY = 0.5  # of a device: whoever holds less at the peak has no need to recompute
-_AROUND = 8  # steps before and after a change whose losses are compared
 _FEWEST = 3
 
 
@@ -180,12 +182,12 @@ def loss_jump(losses: Sequence[Loss]) -> Verdict | None:
     for place in range(1, len(losses)):
         if keys[place] == keys[place - 1]:
             continue
-        before = [loss for _, _, loss in losses[max(0, place - _AROUND) : place]]
+        before = [loss for _, _, loss in losses[max(0, place - AROUND) : place]]
         after = [
             loss
             for key, (_, _, loss) in zip(keys[place:], losses[place:], strict=True)
             if key == keys[place]
-        ][:_AROUND]
+        ][:AROUND]
         if min(len(before), len(after)) < _FEWEST:
             continue
         was, now = statistics.mean(before), statistics.mean(after)

@@ -72,7 +72,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
             "allocated_bytes": int(module.memory_allocated(device)),
             "peak_bytes": int(module.max_memory_allocated(device)),
             "reserved_bytes": int(module.memory_reserved(device)),
-            "total_bytes": int(module.get_device_properties(device).total_memory),
+            "total_bytes": total_memory(device),
         }
     resident_bytes = int(psutil.Process().memory_info().rss)
     peak_bytes = resident_bytes
@@ -84,7 +84,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
     return {
         "allocated_bytes": resident_bytes,
         "peak_bytes": max(peak_bytes, resident_bytes),
-        "total_bytes": int(psutil.virtual_memory().total),
+        "total_bytes": total_memory(device),
     }
 
 
@@ -106,9 +106,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def total_memory(device: torch.device) -> int:
     """Bytes that a device has; on the CPU, the machine."""
-    if device.type == "cpu":
+    module = _module(device)
+    if module is None:
         return int(psutil.virtual_memory().total)
-    return int(_module(device).get_device_properties(device).total_memory)
+    return int(module.get_device_properties(device).total_memory)
 
 
 def get_rng_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -153,13 +153,12 @@ class StageChunk:
             known = [(root, grad) for root, grad in pairs if grad is not None]
             roots, root_grads = tuple(r for r, _ in known), tuple(g for _, g in known)
         with self._noted(action), self._observed(action):
-            if full:
+            # where a forward runs again, half a backward would cost a whole forward
+            if full or self._work.recomputes(microbatch):
                 backward_full(roots, root_grads)
                 found = tuple(leaf.grad for leaf in forwarded.leaves)
-            elif self._work.recomputes(microbatch):  # half a backward would cost a whole forward
-                backward_full(roots, root_grads)
-                found = tuple(leaf.grad for leaf in forwarded.leaves)
-                self._weights[microbatch] = lambda: None
+                if not full:
+                    self._weights[microbatch] = lambda: None
             else:
                 found, self._weights[microbatch] = backward_input(
                     roots, root_grads, forwarded.leaves

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.split._fake import (
-    DispatchMode,
-    TorchFunctionMode,
     mutated_arguments,
     num_users,
     plain_functions,
@@ -32,6 +30,7 @@ from lightning_pipe.split.absent import Absent
 from lightning_pipe.split.frozen import version_of
 from lightning_pipe.split.recipe import Entry, Held, Storage, Tape, View
 from lightning_pipe.split.rng import Drawn
+from lightning_pipe.split.shown import ColdParameter, Functions, Operations
 from lightning_pipe.split.tree import map_tensors, tensors
 
 LEAST_BYTES = 1 << 16
@@ -48,10 +47,6 @@ _FILLS = frozenset(
 )
 _PLAIN_FILLS = frozenset(("copy_", "fill_", "zero_"))
 _RESIZES = frozenset(("resize_", "resize_as_", "set_"))
-#: these read memory and are no operations
-_READS = frozenset(
-    ("numpy", "__array__", "tolist", "data_ptr", "__deepcopy__", "__reduce_ex__", "__dlpack__")
-)
 
 
 class Blueprint:
@@ -66,7 +61,6 @@ class Blueprint:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.least_bytes = LEAST_BYTES
         self.budget_bytes = BUDGET_BYTES
         self.peak_bytes = 0
         self._tape = Tape()
@@ -117,7 +111,7 @@ class Blueprint:
     def _modes(self) -> Iterator[None]:
         self._active += 1
         try:
-            with _Functions(self), _Operations(self):
+            with Functions(self), Operations(self):
                 yield
         finally:
             self._active -= 1
@@ -125,23 +119,21 @@ class Blueprint:
     def _settle(self, module: nn.Module) -> None:
         """Only parameters of the module that share memory with nothing else may be cold."""
         users = Counter(map(storage_key, module.parameters()))
-        for key, storage in list(self._known.items()):
-            if num_users(storage.handle) == 1:  # nobody has it any more
-                self._cool(storage)
-                self._known.pop(key)
-            elif num_users(storage.handle) != 1 + users[key]:
+        self._drop_unused()
+        for storage in list(self._known.values()):
+            if num_users(storage.handle) != 1 + users[storage.key]:
                 self._pin(storage)
         for parameter in module.parameters():
-            if type(parameter) not in (nn.Parameter, _ColdParameter):
+            if type(parameter) not in (nn.Parameter, ColdParameter):
                 self.pin_all(parameter)
         self.guard(module)
 
     def guard(self, module: nn.Module) -> None:
         """Whoever uses a parameter that is cold gets it made."""
         for parameter in module.parameters():
-            if self.is_cold(parameter) and type(parameter) is not _ColdParameter:
+            if self.is_cold(parameter) and type(parameter) is not ColdParameter:
                 self._guarded.append((parameter, type(parameter)))
-                parameter.__class__ = _ColdParameter
+                parameter.__class__ = ColdParameter
                 vars(parameter)["blueprint"] = self
 
     def unguard(self) -> None:
@@ -188,10 +180,7 @@ class Blueprint:
     def finish(self) -> None:
         """Makes everything that somebody still has, and forgets how."""
         self.unguard()
-        for key, storage in list(self._known.items()):
-            if num_users(storage.handle) == 1:
-                self._cool(storage)
-                self._known.pop(key)
+        self._drop_unused()
         for storage in list(self._known.values()):
             self._pin(storage)
         self._tape = Tape()
@@ -307,10 +296,10 @@ class Blueprint:
         if not self._building or tensor.layout != torch.strided or tensor.is_meta:
             return None
         handle = tensor.untyped_storage()
-        if handle.nbytes() < self.least_bytes or not handle.resizable():
+        if handle.nbytes() < LEAST_BYTES or not handle.resizable():
             return None
-        storage = Storage(next(self._numbers), handle, handle.nbytes())
-        self._known[storage_key(tensor)] = storage
+        storage = Storage(next(self._numbers), storage_key(tensor), handle, handle.nbytes())
+        self._known[storage.key] = storage
         self._now.add(storage.number)
         self._heat(storage)
         return storage
@@ -334,6 +323,13 @@ class Blueprint:
         if self._hot.pop(storage.number, None) is not None:
             self._hot_bytes -= storage.num_bytes
 
+    def _drop_unused(self) -> None:
+        """Forgets what nobody has any more."""
+        for storage in list(self._known.values()):
+            if num_users(storage.handle) == 1:
+                self._cool(storage)
+                del self._known[storage.key]
+
     def _cool_down(self, more_bytes: int = 0) -> None:
         """Frees what was not looked at for longest, but for what is looked at now."""
         for number, storage in list(self._hot.items()):
@@ -347,7 +343,7 @@ class Blueprint:
         if storage.number not in self._hot:
             self._make(storage)
         self._leave(storage)
-        self._known = {key: s for key, s in self._known.items() if s is not storage}
+        del self._known[storage.key]
 
     def pin_all(self, values: Any) -> None:
         """Tensors in a nest are as any others from here on."""
@@ -356,76 +352,10 @@ class Blueprint:
             if storage is not None:
                 self._pin(storage)
 
-    # ------------------------------------------------------------------ making again
-
     def _make(self, storage: Storage) -> None:
         """Follows the recipe of a storage."""
         self._warm(storage)
         self._tape.make(storage)
-
-
-class _Operations(DispatchMode):
-    """Shows operations to a blueprint."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._blueprint = blueprint
-
-    def __torch_dispatch__(  # type: ignore[no-untyped-def]
-        self, func, types, args=(), kwargs=None
-    ):
-        if not all(map(_is_plain, types)):
-            return NotImplemented  # what such a tensor is made of comes by itself
-        return self._blueprint.operation(func, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    """Notices what reads memory and is no operation."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        super().__init__()
-        self._blueprint = blueprint
-
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        self, func, types, args=(), kwargs=None
-    ):
-        if getattr(func, "__name__", "") in _READS:
-            self._blueprint.pin_all((args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-class _ColdParameter(nn.Parameter):
-    """A parameter that is made when somebody uses it."""
-
-    blueprint: Blueprint
-
-    @classmethod
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        cls, func, types, args=(), kwargs=None
-    ):
-        kwargs = kwargs or {}
-        given = tensors((args, kwargs))
-        blueprint = next(vars(t)["blueprint"] for t in given if type(t) is _ColdParameter)
-        if blueprint.is_active:
-            with plain_functions():
-                return func(*args, **kwargs)
-        with blueprint.serving(), plain_functions():
-            result = func(*args, **kwargs)
-            known = {id(tensor) for tensor in given}
-            blueprint.pin_all([t for t in tensors(result) if id(t) not in known])
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
-
-def _is_plain(kind: type) -> bool:
-    """Whether operations on such tensors are torch's own."""
-    own: Any = Tensor.__torch_dispatch__
-    return getattr(kind, "__torch_dispatch__", None) is own
 
 
 def _only_looks(func: Any) -> bool:

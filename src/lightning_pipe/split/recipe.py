@@ -102,12 +102,14 @@ class Storage:
 
     Attributes:
         number: Its name in the recipe.
+        key: Tells it from other storages of this process.
         handle: It.
         num_bytes: Its size when it is there.
         last: The entry that wrote it last.
     """
 
     number: int
+    key: int
     handle: Any
     num_bytes: int
     last: int = -1

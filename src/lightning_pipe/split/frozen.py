@@ -29,9 +29,10 @@ _DEPTH = 8
 _LONG = 1024  # longer lists are taken to grow at their end only
 _LARGE = 1 << 20  # elements; larger tensors are copied only if a trace saw them change
 _MANY = 4096  # values of one attribute
-_FRAMEWORKS = frozenset(
+FRAMEWORKS = frozenset(
     ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric")
 ) | {"lightning_pipe"}
+"""Packages whose classes are not the user's own."""
 _PLAIN_BASES = frozenset(("abc", "typing", "typing_extensions", "collections.abc", "_abc"))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
@@ -46,7 +47,7 @@ def _is_users(cls: type) -> bool:
         if part in (object, SimpleNamespace, Namespace, dict, list, set, deque, OrderedDict):
             continue
         package = part.__module__.partition(".")[0]
-        known = package in _FRAMEWORKS or package in sys.stdlib_module_names
+        known = package in FRAMEWORKS or package in sys.stdlib_module_names
         if (known and part.__module__ not in _PLAIN_BASES) or not part.__flags__ & _HEAP_TYPE:
             return False
     return cls not in (object, dict, list, set, deque, OrderedDict)
@@ -410,7 +411,7 @@ def fingerprint(value: Any) -> bytes | None:
     cls = type(value)
     package = cls.__module__.partition(".")[0]
     # the generators of NumPy are put back with all others
-    known = package in _FRAMEWORKS | {"numpy"} or package in sys.stdlib_module_names
+    known = package in FRAMEWORKS | {"numpy"} or package in sys.stdlib_module_names
     if known or is_data(value) or isinstance(value, (nn.Module, Tensor)) or callable(value):
         return None
     try:

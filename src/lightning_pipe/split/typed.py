@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.split._fake import is_fake, storage_key
+from lightning_pipe.split.frozen import FRAMEWORKS
 from lightning_pipe.split.units import modules_of
-
-#: packages whose code asks for types of its own accord, and knows fakes
-_LIBRARIES = frozenset(("torch", "lightning", "torchmetrics", "builtins"))
 
 _ADDRESSES = frozenset(("data_ptr", "untyped_storage"))
 _NO_ADDRESS = 1 << 60  # not one that a processor accepts
@@ -99,6 +97,7 @@ def asking_files(
             continue
         for kind in type(module).__mro__:
             name = kind.__module__
-            if name.partition(".")[0] not in _LIBRARIES and name in sys.modules:
+            package = name.partition(".")[0]  # theirs knows fakes
+            if package not in FRAMEWORKS | {"builtins"} and name in sys.modules:
                 files[name] = sys.modules[name]
     return [(file, "type", Type) for file in files.values() if "type" not in vars(file)]

@@ -17,6 +17,8 @@ from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lightning_pipe.split.frozen import FRAMEWORKS
+
 _SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 _SAME = frozenset(
     ("item", "detach", "cpu", "float", "double", "int", "long", "to", "numpy", "tolist", "clone")
@@ -61,7 +63,7 @@ class Kinds:
         self.rereads: set[str] = set()
         for part in cls.__mro__:
             package = part.__module__.split(".")[0]
-            if package not in ("torch", "lightning") and package not in sys.stdlib_module_names:
+            if package not in FRAMEWORKS and package not in sys.stdlib_module_names:
                 self._read(part)
 
     def of(self, attribute: str, *keys: Any, appended: bool = False) -> Kind:

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.monitors import Module, fit
+from benchmarks.monitors import Module
+from benchmarks.waiting import fit
 from tests.helpers import run_ranks
 
 MILESTONES = {0: 4, 8: 8, 16: 16, 24: 32}

@@ -18,39 +18,19 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.waiting import SCHEDULES, Wait, fit
 from tests.helpers import run_ranks
 
-SCHEDULES = {
-    "naive": 1, "gpipe": 1, "1f1b": 1, "zero_bubble": 1, "interleaved_1f1b": 2, "looped_bfs": 2,
-    "zbv": 2, "dualpipev": 2,
-}  # fmt: skip
 BLOCK = 50
-
-
-class _Wait(torch.autograd.Function):
-    """Passes a value on, and takes so long forward and so long backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        time.sleep(forward_s)
-        ctx.backward_s = backward_s
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        time.sleep(ctx.backward_s)
-        return grad, None, None
 
 
 class Block(nn.Module):
@@ -65,8 +45,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.num_kept):
             x = x.tanh()
-        value = _Wait.apply(x + self.bias, self.wait_s, self.wait_s)
-        return value * _Wait.apply(self.weight, 0.0, self.wait_s)
+        value = Wait.apply(x + self.bias, self.wait_s, self.wait_s)
+        return value * Wait.apply(self.weight, 0.0, self.wait_s)
 
 
 class Module(pl.LightningModule):
@@ -89,22 +69,6 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-9)
-
-
-def fit(module: Module, steps: int, rows: int, callbacks: list[Any], **arguments: Any) -> Any:
-    """Trains some steps on this job's ranks; returns the strategy."""
-    from lightning_pipe import PipelineStrategy
-
-    warnings.simplefilter("ignore")
-    logger = arguments.pop("logger", False)
-    strategy = PipelineStrategy(balance="uniform", **arguments)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), strategy=strategy,
-        max_steps=steps, logger=logger, callbacks=callbacks, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(torch.ones(steps * rows, 16)), batch_size=rows))
-    return strategy
 
 
 class Turns(pl.Callback):

@@ -1,10 +1,12 @@
-"""Predicted against measured: step time of every schedule, and what a planned cut gains.
+"""Predicted against measured: step time and saved bytes of every schedule, and of a planned cut.
 
     python benchmarks/predicted_vs_measured.py [--ranks 2 4] [--work wait|compute]
 
 Units that wait stand for a device that computes: their time is known, and ranks do not share cores.
-Costs are measured as for a plan, one unit at a time; then the step is predicted and run. Prints a
-Markdown table; the last column is measured over predicted.
+Costs are measured as for a plan, one unit at a time; then the step is predicted and run. One more
+step counts what its graphs keep at most at a time for the backward, over all stages, beside what
+the plan expects. The model with a heavy head is cut uniformly and by its measured times. Prints a
+Markdown table; ratios are measured over predicted.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import argparse
 import os
 import statistics
 import sys
-import time
-import warnings
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +25,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.waiting import SCHEDULES, Wait, fit
 from tests.helpers import run_ranks
 
-SCHEDULES = {
-    "naive": 1, "gpipe": 1, "1f1b": 1, "zero_bubble": 1, "interleaved_1f1b": 2, "looped_bfs": 2,
-    "zbv": 2, "dualpipev": 2,
-}  # fmt: skip
 STEPS, SKIPPED = 9, 3
-
-
-class _Wait(torch.autograd.Function):
-    """Passes a value on, and takes so long forward and so long backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        time.sleep(forward_s)
-        ctx.backward_s = backward_s
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        time.sleep(ctx.backward_s)
-        return grad, None, None
 
 
 class Block(nn.Module):
@@ -62,7 +46,7 @@ class Block(nn.Module):
         if self.work == "compute":
             return x + self.down(self.up(x * self.weight).relu())
         unit_s = self.load * 4e-3  # F, I and W each; W's wait is on the way to the weight alone
-        return _Wait.apply(x, unit_s, unit_s) * _Wait.apply(self.weight, 0.0, unit_s)
+        return Wait.apply(x, unit_s, unit_s) * Wait.apply(self.weight, 0.0, unit_s)
 
 
 def make_module(loads: list[float], work: str) -> Any:
@@ -102,30 +86,40 @@ def costs_of(loads: list[float], work: str, rows: int) -> str:
     return table.to_json()
 
 
-def measure(loads: list[float], work: str, rows: int, arguments: dict[str, Any]) -> Any:
-    """Trains some steps; the median seconds of a step, and how many units each stage has."""
+@dataclass(frozen=True)
+class Measured:
+    """Of one run: the median step, and what all stages keep at most for their backwards."""
+
+    step_s: float
+    unit_counts: tuple[int, ...]
+    expected_bytes: int
+    counted_bytes: int
+
+
+def measure(loads: list[float], work: str, rows: int, arguments: dict[str, Any]) -> Measured:
+    """Trains some steps on this job's ranks, and one more that counts."""
     import lightning.pytorch as pl
-    from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_pipe import PipelineStrategy
-
-    warnings.simplefilter("ignore")
     seconds: list[float] = []
+    held: list[Any] = []
 
     class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            timeline = trainer.strategy.gather_timeline()
-            seconds.append(timeline.step_s)
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if len(seconds) == STEPS:
+                trainer.strategy.count_activations()
 
-    strategy = PipelineStrategy(**arguments)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy,
-        max_steps=STEPS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Watch()],
-    )  # fmt: skip
-    data = TensorDataset(torch.randn(STEPS * rows, 64))
-    trainer.fit(make_module(loads, work), DataLoader(data, batch_size=rows))
-    return statistics.median(seconds[SKIPPED:]), strategy.plan.unit_counts
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seconds.append(trainer.strategy.gather_timeline().step_s)
+            if len(seconds) > STEPS:
+                held.extend(trainer.strategy.gather_memory())
+
+    strategy = fit(make_module(loads, work), STEPS + 1, rows, [Watch()], width=64, **arguments)
+    return Measured(
+        statistics.median(seconds[SKIPPED:STEPS]),
+        strategy.plan.unit_counts,
+        sum(stage.traced_bytes for stage in held),
+        sum(stage.activation_bytes for stage in held),
+    )
 
 
 def predict(
@@ -159,26 +153,37 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, units {options.work}\n")
-    print("| ranks | model | schedule | predicted | measured | ratio |\n|---|---|---|---|---|---|")
-    for ranks in options.ranks:
-        models = {"even": [1.0] * 4 * ranks, "uneven": [1.0] * (4 * ranks - 1) + [3.0]}
-        for model, loads in models.items():
-            rows, pieces = 8, 4 * ranks
-            costs = costs_of(loads, options.work, rows)
-            for name in options.schedules:
-                chunks = SCHEDULES[name]
+    print("| ranks | model | cut | schedule | predicted | measured | ratio | saved bytes | ratio |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            _print_rows(ranks, options.work, options.schedules, Path(folder) / "costs.json")
+
+
+def _print_rows(ranks: int, work: str, schedules: list[str], file: Path) -> None:
+    even, heavy_head = [1.0] * 4 * ranks, [1.0] * (4 * ranks - 1) + [3.0]
+    rows, pieces = 8, 4 * ranks
+    for model, loads, cuts in (
+        ("even", even, ("uniform",)),
+        ("heavy head", heavy_head, ("uniform", "time")),
+    ):
+        costs = costs_of(loads, work, rows)
+        file.write_text(costs)
+        for name in schedules:
+            for cut in cuts:
                 arguments = {
-                    "num_microbatches": pieces, "schedule": name, "virtual_stages": chunks,
-                    "balance": "uniform",
+                    "num_microbatches": pieces, "schedule": name, "balance": cut,
+                    "virtual_stages": SCHEDULES[name], "costs": str(file),
                 }  # fmt: skip
-                results = run_ranks(
-                    ranks, measure, loads, options.work, rows * pieces, arguments, timeout=300
-                )
-                seconds, counts = results[0]
-                guess = predict(loads, costs, counts, name, ranks, pieces)
+                found = run_ranks(
+                    ranks, measure, loads, work, rows * pieces, arguments, timeout=300
+                )[0]
+                guess_s = predict(loads, costs, found.unit_counts, name, ranks, pieces)
                 print(
-                    f"| {ranks} | {model} | {name} | {guess * 1e3:.0f} ms | {seconds * 1e3:.0f} ms "
-                    f"| {seconds / guess:.3f} |",
+                    f"| {ranks} | {model} | {cut} | {name} | {guess_s * 1e3:.0f} ms "
+                    f"| {found.step_s * 1e3:.0f} ms | {found.step_s / guess_s:.3f} "
+                    f"| {found.expected_bytes:,} | "
+                    f"{found.counted_bytes / found.expected_bytes:.3f} |",
                     flush=True,
                 )
 

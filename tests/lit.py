@@ -110,6 +110,11 @@ def run_ranks(num_ranks: int, fn: Any, *args: Any) -> list[Any]:
     return helpers.run_ranks(num_ranks, fn, *args, timeout=160)
 
 
+def world() -> int:
+    """Ranks of the body that runs now."""
+    return torch.distributed.get_world_size()
+
+
 def rows(count: int = 40, width: int = 8) -> Dataset:
     """Vectors and classes."""
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ import pytest
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     yield importlib.import_module
-    for name in ("models", "host_time", "shapes", "monitoring_example"):
+    for name in ("models", "host_time", "shapes", "monitoring_example", "predicted_vs_measured"):
         sys.modules.pop(name, None)
 
 
@@ -24,6 +24,20 @@ def test_new_lengths_cost_one_trace_and_every_stage_is_measured(benchmark):
     found = benchmark("host_time").measure(3, 2, 2)
     assert [stage["ghost_calls"] for stage in found["stages"]] == [0, 3]
     assert all(stage["host_ms"] > 0 < stage["units_ms"] for stage in found["stages"])
+
+
+def test_saved_bytes_are_counted_beside_what_the_plan_expects(benchmark):
+    run = benchmark("predicted_vs_measured").measure
+    rows, units, pieces = 8, 3, 2
+    found = {
+        name: run([0.01] * units, "wait", rows, {"num_microbatches": pieces, "schedule": name})
+        for name in ("gpipe", "1f1b")
+    }
+    assert found["gpipe"].unit_counts == (units,)
+    assert found["gpipe"].expected_bytes == pieces * found["1f1b"].expected_bytes > 0
+    for one in found.values():
+        assert one.counted_bytes == pytest.approx(one.expected_bytes, rel=0.01)
+        assert one.step_s > pieces * units * 3 * 0.01 * 4e-3  # F, I and W
 
 
 def test_twice_the_micro_batches_with_the_linear_rule_follow_the_reference(benchmark):

@@ -72,9 +72,7 @@ def test_the_plan_is_known_on_all_ranks_and_names_tied_weights():
 def _all_steps():
     module = lit.seeded(lit.Lit)
     loader = DataLoader(lit.rows(), batch_size=8)
-    trainer = lit.trainer(
-        {} if torch.distributed.get_world_size() > 1 else None, torch.distributed.get_world_size()
-    )
+    trainer = lit.trainer({} if lit.world() > 1 else None, lit.world())
     found = [trainer.validate(module, loader, verbose=False)]
     trainer.fit(module, loader, loader)
     found.append(trainer.test(module, loader, verbose=False))

@@ -45,7 +45,7 @@ def _statistics(arguments, rows, steps):
     module = lit.seeded(_Normed)
     used = lit.trainer(
         arguments,
-        torch.distributed.get_world_size(),
+        lit.world(),
         limit_train_batches=steps,
         num_sanity_val_steps=0,
     )

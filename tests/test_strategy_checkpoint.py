@@ -16,14 +16,10 @@ from lightning_pipe import PipelineStrategy
 from lightning_pipe.manners import AtomicCheckpointIO
 
 
-def _world():
-    return torch.distributed.get_world_size()
-
-
 def _save(strategy, folder):
     module = lit.seeded(lit.LitTied, depth=3)
     keep = ModelCheckpoint(folder, filename="end", save_top_k=-1)
-    trainer = lit.trainer(strategy, _world(), enable_checkpointing=True, callbacks=[keep])
+    trainer = lit.trainer(strategy, lit.world(), enable_checkpointing=True, callbacks=[keep])
     trainer.fit(module, DataLoader(lit.tokens(24), batch_size=8))
     trainer.save_checkpoint(Path(folder) / "after.ckpt")
     return lit.outcome(module, trainer)
@@ -56,7 +52,7 @@ def _train(strategy, folder, *, max_steps, ckpt_path=None):
     keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3)
     trainer = lit.trainer(
         strategy,
-        _world(),
+        lit.world(),
         max_epochs=-1,
         max_steps=max_steps,
         enable_checkpointing=True,
@@ -122,7 +118,7 @@ class _BatchNorm(lit.Lit):
 
 def _normed(strategy):
     module = lit.seeded(_BatchNorm)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8), DataLoader(lit.rows(), batch_size=8))
     return lit.outcome(module, trainer)
 
@@ -209,7 +205,7 @@ class _Seen(lit.Lit):
 def _middle(strategy, folder, path):
     module = lit.seeded(_Seen)
     keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)
-    trainer = lit.trainer(strategy, _world(), enable_checkpointing=True, callbacks=[keep])
+    trainer = lit.trainer(strategy, lit.world(), enable_checkpointing=True, callbacks=[keep])
     trainer.fit(module, _Stateful(lit.rows(), batch_size=8), ckpt_path=path)
     return module.seen, lit.outcome(module, trainer)
 

@@ -16,10 +16,6 @@ from lightning_pipe.errors import PipelineError
 WIDTH, DEPTH = 128, 8
 
 
-def _world():
-    return torch.distributed.get_world_size()
-
-
 class _Late(lit.Lit):
     """Equal layers, built when `configure_model` is called; it may be called again."""
 
@@ -91,7 +87,7 @@ def _initial(strategy):
         torch.set_default_dtype(torch.float64)
         module, counts = _Still(how), _Counts()
         torch.set_default_dtype(torch.float32)
-        trainer = lit.trainer(strategy, _world(), callbacks=[counts], limit_train_batches=1)
+        trainer = lit.trainer(strategy, lit.world(), callbacks=[counts], limit_train_batches=1)
         trainer.fit(module, _loaders()[0])
         weights = {name: value.clone() for name, value in module.state_dict().items()}
         found.append((module.initial, weights, counts.held, torch.rand(3)))
@@ -124,17 +120,17 @@ class _Hooked(_Late):
 def _life(strategy, how, folder):
     """Trains, saves, resumes in the middle of an epoch, evaluates and predicts."""
     lit.seeded(nn.Module)
-    module, file = _Hooked(how), f"{folder}/{_world()}-{how}.ckpt"
-    trainer = lit.trainer(strategy, _world(), max_steps=2)
+    module, file = _Hooked(how), f"{folder}/{lit.world()}-{how}.ckpt"
+    trainer = lit.trainer(strategy, lit.world(), max_steps=2)
     trainer.fit(module, *_loaders())
     trainer.save_checkpoint(file)
     results = [lit.outcome(module, trainer)]
     resumed, counts = _Late(how), _Counts()
-    trainer = lit.trainer(strategy, _world(), max_epochs=2, callbacks=[counts])
+    trainer = lit.trainer(strategy, lit.world(), max_epochs=2, callbacks=[counts])
     trainer.fit(resumed, *_loaders(), ckpt_path=file)
     results.append(lit.outcome(resumed, trainer))
     fresh = _Late(how)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     metrics = trainer.validate(fresh, _loaders()[1], ckpt_path=file, verbose=False)
     again = trainer.test(fresh, _loaders()[1], verbose=False)
     predicted = trainer.predict(_Late(how), _loaders()[1], ckpt_path=file)
@@ -194,7 +190,7 @@ class _Shifted(_Still):
 def _refused():
     texts = []
     for cls, how in ((_NoWay, "meta"), (_NoWay, "constructor"), (_Different, "plain")):
-        trainer = lit.trainer({}, _world())
+        trainer = lit.trainer({}, lit.world())
         with pytest.raises(PipelineError) as error:
             trainer.fit(cls(how), _loaders()[0])
         texts.append(str(error.value))
@@ -214,7 +210,7 @@ def _kinds():
     for cls, how in ((_Still, "constructor"), (_Shifted, "plain")):
         lit.seeded(nn.Module)
         module = cls(how)
-        trainer = lit.trainer({}, _world(), limit_train_batches=1)
+        trainer = lit.trainer({}, lit.world(), limit_train_batches=1)
         trainer.fit(module, _loaders()[0])
         sums.append([v.clone() for v in module.state_dict().values()])
     return sums

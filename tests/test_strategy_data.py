@@ -22,13 +22,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_pipe import BatchError, cutting
 
 
-def _world():
-    return torch.distributed.get_world_size()
-
-
 def _short(strategy, count):
     module = lit.seeded(lit.Lit)
-    trainer = lit.trainer(strategy, _world(), max_epochs=2)
+    trainer = lit.trainer(strategy, lit.world(), max_epochs=2)
     trainer.fit(module, DataLoader(lit.rows(count), batch_size=4))
     return lit.outcome(module, trainer)
 
@@ -71,7 +67,7 @@ def _random(num_workers):
     warnings_free = DataLoader(_Random(), batch_size=4, shuffle=True, num_workers=num_workers)
     torch.manual_seed(torch.distributed.get_rank())
     module = _Identity()
-    trainer = lit.trainer({}, _world(), precision="32-true", max_epochs=2)
+    trainer = lit.trainer({}, lit.world(), precision="32-true", max_epochs=2)
     trainer.fit(module, warnings_free)
     return module.losses
 
@@ -98,7 +94,7 @@ class _Transformed(lit.Lit):
 
 def _transformed(strategy):
     module = lit.seeded(_Transformed)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8, shuffle=True))
     return lit.outcome(module, trainer)
 
@@ -134,7 +130,7 @@ class _Counting(pl.LightningDataModule):
 
 def _counting(strategy):
     module, data = lit.seeded(lit.Lit), _Counting()
-    trainer = lit.trainer(strategy, _world(), num_sanity_val_steps=1)
+    trainer = lit.trainer(strategy, lit.world(), num_sanity_val_steps=1)
     trainer.fit(module, data)
     return lit.outcome(module, trainer), data.count, data.seen
 
@@ -158,7 +154,7 @@ def _all_ids():
     x = torch.zeros(64, 8, dtype=torch.float64)
     x[:, 0] = torch.arange(64)
     module, ids = lit.seeded(lit.Lit), _Ids()
-    trainer = lit.trainer({}, _world(), callbacks=[ids])
+    trainer = lit.trainer({}, lit.world(), callbacks=[ids])
     dataset = torch.utils.data.TensorDataset(x, torch.zeros(64, dtype=torch.int64))
     trainer.fit(module, DataLoader(dataset, batch_size=8, shuffle=True))
     return trainer.num_training_batches, int(trainer.estimated_stepping_batches), ids.ids
@@ -198,7 +194,7 @@ class _OneShot:
 def _streamed(strategy, kind, arguments):
     module = lit.seeded(lit.Lit)
     loader = DataLoader(_Stream(44), batch_size=8) if kind == "iterable" else _OneShot(44)
-    trainer = lit.trainer(strategy, _world(), **arguments)
+    trainer = lit.trainer(strategy, lit.world(), **arguments)
     trainer.fit(module, loader, DataLoader(_Stream(20), batch_size=8))
     reads = loader.dataset.reads if kind == "iterable" else 0
     return lit.outcome(module, trainer), reads
@@ -239,7 +235,7 @@ def _combined(strategy, mode, reload):
         "b": DataLoader(lit.rows(16), batch_size=8),
     }
     arguments = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": reload}
-    trainer = lit.trainer(strategy, _world(), **arguments)
+    trainer = lit.trainer(strategy, lit.world(), **arguments)
     trainer.fit(module, CombinedLoader(loaders, mode), list(loaders.values()))
     return lit.outcome(module, trainer)
 
@@ -265,7 +261,7 @@ class _Lengths(lit.LitTied):
 def _lengths(strategy):
     module = lit.seeded(_Lengths)
     batches = [(lit.tokens(4, length).tensors[0],) for length in (5, 9, 3, 5)]
-    trainer = lit.trainer(strategy, _world(), val_check_interval=1, num_sanity_val_steps=0)
+    trainer = lit.trainer(strategy, lit.world(), val_check_interval=1, num_sanity_val_steps=0)
     trainer.fit(
         module, DataLoader(batches, batch_size=None), DataLoader(lit.tokens(8, 7), batch_size=8)
     )
@@ -330,7 +326,7 @@ def _branching(strategy):
     try:
         module = lit.seeded(_LitBranching)
         batches = [(lit.tokens(4, n + 1).tensors[0],) for n in (5, 9, 3, 10, 7, 12, 5, 8, 6, 11)]
-        trainer = lit.trainer(strategy, _world())
+        trainer = lit.trainer(strategy, lit.world())
         trainer.fit(module, DataLoader(batches, batch_size=None))
     finally:
         cutting.trace_step = trace_step
@@ -386,7 +382,7 @@ def _nested(strategy):
         "ids": list("abcdef"),
     }
     target = {"a": torch.arange(6) % 3, "b": torch.ones(6, 2, dtype=torch.float64)}
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader([(inputs, target)] * 3, batch_size=None))
     return lit.outcome(module, trainer)
 
@@ -425,7 +421,7 @@ def _ruled(strategy):
         for i in (0, 12)
     ]
     module = lit.seeded(_Ruled)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return lit.outcome(module, trainer)
 
@@ -444,7 +440,7 @@ class _Normed(lit.Lit):
 
 def _normed(strategy):
     module = lit.seeded(_Normed)
-    trainer = lit.trainer(strategy, _world(), max_epochs=1)
+    trainer = lit.trainer(strategy, lit.world(), max_epochs=1)
     # 8, 8 and 5 rows: pieces of 2 rows, the last of 3, 2
     trainer.fit(module, DataLoader(lit.rows(21), batch_size=8), DataLoader(lit.rows(9), 8))
     counts = [b.item() for n, b in module.named_buffers() if n.endswith("num_batches_tracked")]
@@ -505,7 +501,7 @@ class _TwoSets(lit.Lit):
 def _predicted(strategy, with_writer):
     writer = _Writer()
     module = lit.seeded(_TwoSets)
-    trainer = lit.trainer(strategy, _world(), callbacks=[writer] if with_writer else [])
+    trainer = lit.trainer(strategy, lit.world(), callbacks=[writer] if with_writer else [])
     loaders = [DataLoader(lit.rows(count), batch_size=8) for count in (20, 8)]
     found = trainer.predict(module, loaders)
     return [[None if p is None else p.tolist() for p in part] for part in found], writer.written
@@ -532,7 +528,7 @@ class _Generates(lit.LitTied):
 
 def _generated(strategy):
     loader = DataLoader(lit.tokens(12), batch_size=8)
-    found = lit.trainer(strategy, _world()).predict(lit.seeded(_Generates), loader)
+    found = lit.trainer(strategy, lit.world()).predict(lit.seeded(_Generates), loader)
     return [tokens.tolist() for tokens in found]
 
 

@@ -45,7 +45,7 @@ def _trained(arguments, coin=None):
     module = lit.seeded(type("Dropped", (_Dropped,), {"coin": coin}), depth=8)
     used = lit.trainer(
         arguments,
-        torch.distributed.get_world_size(),
+        lit.world(),
         limit_train_batches=2,
         limit_val_batches=1,
         num_sanity_val_steps=0,

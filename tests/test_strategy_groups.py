@@ -14,10 +14,6 @@ from lightning_pipe import ConfigError, EffectiveBatchRescaler, MicrobatchSchedu
 DRAWS = {"num_microbatches": 4, "microbatch_size": 2}
 
 
-def _world():
-    return torch.distributed.get_world_size()
-
-
 class _Hooked(lit.Lit):
     """Sees batches in its hooks, draws in them, and asks for the number of steps early."""
 
@@ -47,7 +43,7 @@ def _run(strategy, batch_size, kind, arguments, ckpt_path=None, save_path=None):
     module = lit.seeded(_Hooked)
     data = _Stream() if kind == "stream" else lit.rows(43)
     loader = DataLoader(data, batch_size=batch_size, shuffle=kind != "stream")
-    trainer = lit.trainer(strategy, _world(), **arguments)
+    trainer = lit.trainer(strategy, lit.world(), **arguments)
     trainer.fit(module, loader, DataLoader(lit.rows(12), batch_size=5), ckpt_path=ckpt_path)
     if save_path is not None:
         trainer.save_checkpoint(save_path)
@@ -56,7 +52,7 @@ def _run(strategy, batch_size, kind, arguments, ckpt_path=None, save_path=None):
 
 
 def _all(strategy, batch_size, folder):
-    file = f"{folder}/{_world()}.ckpt"
+    file = f"{folder}/{lit.world()}.ckpt"
     return [
         _run(strategy, batch_size, "rows", {"max_epochs": 2}),
         _run(strategy, batch_size, "stream", {"max_epochs": 2, "max_steps": 7}),
@@ -107,7 +103,7 @@ def _grow(strategy, batch_sizes, callbacks, reload=0):
     module = lit.seeded(_Growing, batch_sizes)
     trainer = lit.trainer(
         strategy,
-        _world(),
+        lit.world(),
         max_epochs=3,
         callbacks=callbacks,
         reload_dataloaders_every_n_epochs=reload,
@@ -142,7 +138,7 @@ class _Stop(pl.Callback):
 
 def _refused():
     module = lit.seeded(lit.Lit)
-    trainer = lit.trainer(DRAWS, _world(), callbacks=[_Stop()])
+    trainer = lit.trainer(DRAWS, lit.world(), callbacks=[_Stop()])
     with pytest.raises(ConfigError, match="batches of 3 rows, and steps of 8"):
         trainer.fit(module, DataLoader(lit.rows(), batch_size=3))
 

@@ -17,10 +17,6 @@ from torch.utils.data import DataLoader
 from lightning_pipe import ConfigError
 
 
-def _world():
-    return torch.distributed.get_world_size()
-
-
 class _Scaled(MixedPrecision):
     """The loss scale of 16-mixed around a step in double precision, so that it can be exact."""
 
@@ -73,7 +69,7 @@ class _Overflowing(lit.LitTied):
 def _overflow(strategy):
     module = lit.seeded(_Overflowing)
     arguments = {"precision": None, "plugins": [_Scaled()], "gradient_clip_val": 0.3}
-    trainer = lit.trainer(strategy, _world(), **arguments)
+    trainer = lit.trainer(strategy, lit.world(), **arguments)
     loader = DataLoader(lit.tokens(), batch_size=8)
     trainer.fit(module, loader, loader)
     return lit.outcome(module, trainer), module.scales, module.rates
@@ -100,7 +96,7 @@ class _Gathers(lit.Lit):
 
 def _gather(strategy):
     module = lit.seeded(_Gathers)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     loader = DataLoader(lit.rows(), batch_size=8)
     trainer.fit(module, loader, loader)
     return lit.outcome(module, trainer)
@@ -113,7 +109,7 @@ def test_all_gather_means_the_copies_of_the_pipeline():
 
 def _tuned():
     loader = DataLoader(lit.rows(), batch_size=8)
-    trainer = lit.trainer({}, _world(), callbacks=[LearningRateFinder()])
+    trainer = lit.trainer({}, lit.world(), callbacks=[LearningRateFinder()])
     with pytest.raises(ConfigError, match=r"LearningRateFinder .*devices=1"):
         trainer.fit(lit.seeded(lit.Lit), loader)
     for method in ("fit", "validate"):
@@ -121,7 +117,7 @@ def _tuned():
         module.batch_size = 8
         module.train_dataloader = module.val_dataloader = lambda: loader
         with pytest.raises(ConfigError, match=r"BatchSizeFinder .*devices=1"):
-            Tuner(lit.trainer({}, _world())).scale_batch_size(module, method=method)
+            Tuner(lit.trainer({}, lit.world())).scale_batch_size(module, method=method)
 
 
 def test_tuners_are_refused_on_several_ranks_with_the_way_out():

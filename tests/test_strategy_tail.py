@@ -24,15 +24,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from lightning_pipe.errors import CutError, PeerError
 
 
-def _world():
-    return torch.distributed.get_world_size()
-
-
 def _logged(strategy, folder):
     module = lit.seeded(lit.Lit)
     trainer = lit.trainer(
         strategy,
-        _world(),
+        lit.world(),
         logger=CSVLogger(folder, version=0),
         callbacks=[LearningRateMonitor("step")],
         log_every_n_steps=1,
@@ -79,7 +75,7 @@ def _decided(strategy, folder):
     best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=1)
     trainer = lit.trainer(
         strategy,
-        _world(),
+        lit.world(),
         max_epochs=10,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
@@ -113,7 +109,7 @@ class _Keys(lit.Lit):
 
 def _keys(strategy):
     module = lit.seeded(_Keys)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(lit.rows(36), batch_size=8))
     return lit.outcome(module, trainer)
 
@@ -171,7 +167,7 @@ class _Steps(pl.Callback):
 
 def _metrics(strategy):
     module, steps = lit.seeded(_Metrics), _Steps()
-    trainer = lit.trainer(strategy, _world(), max_epochs=2, callbacks=[steps])
+    trainer = lit.trainer(strategy, lit.world(), max_epochs=2, callbacks=[steps])
     trainer.fit(
         module, DataLoader(lit.rows(40), batch_size=8), DataLoader(lit.rows(36), batch_size=8)
     )
@@ -226,7 +222,7 @@ class _Attributes(lit.Lit):
 def _attributes(strategy):
     module = lit.seeded(_Attributes)
     loader = DataLoader(lit.rows(36), batch_size=8)
-    lit.trainer(strategy, _world()).validate(module, loader, verbose=False)
+    lit.trainer(strategy, lit.world()).validate(module, loader, verbose=False)
     return module.kept
 
 
@@ -259,7 +255,7 @@ class _GlueState(lit.Lit):
 
 def _glue_state(strategy):
     module = lit.seeded(_GlueState)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
     return lit.outcome(module, trainer), module.calls
 
@@ -320,7 +316,7 @@ class _State(lit.Lit):
 
 def _state(strategy):
     module = lit.seeded(_State)
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(lit.rows(36), batch_size=8))
     return lit.outcome(module, trainer), module.left()
 
@@ -376,7 +372,7 @@ class _Outputs(pl.Callback):
 def _weighted(strategy, cls):
     module, outputs = lit.seeded(cls), _Outputs()
     arguments = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-    trainer = lit.trainer(strategy, _world(), callbacks=[outputs], **arguments)
+    trainer = lit.trainer(strategy, lit.world(), callbacks=[outputs], **arguments)
     batch = lit.tokens(24).tensors[0].clone()
     batch[3], batch[16:18] = 9, 9  # rows, and a whole micro-batch, without a valid token
     loader = DataLoader(torch.utils.data.TensorDataset(batch), batch_size=8)
@@ -418,7 +414,7 @@ def _two_rows(strategy):
         F.cross_entropy(module.net(x[i].to(torch.float64)), y[i], ignore_index=-100).item()
         for i in (0, 1)
     ]
-    trainer = lit.trainer(strategy, _world(), callbacks=[outputs])
+    trainer = lit.trainer(strategy, lit.world(), callbacks=[outputs])
     trainer.fit(module, DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2))
     return lit.outcome(module, trainer), outputs.losses[0], parts
 
@@ -450,7 +446,9 @@ class _SkipsLater(_Skips):
 
 def _skips(strategy, cls):
     with pytest.raises((CutError, PeerError)) as caught:
-        lit.trainer(strategy, _world()).fit(lit.seeded(cls), DataLoader(lit.rows(), batch_size=8))
+        lit.trainer(strategy, lit.world()).fit(
+            lit.seeded(cls), DataLoader(lit.rows(), batch_size=8)
+        )
     return str(caught.value)
 
 
@@ -470,7 +468,7 @@ class _Prints(lit.Lit):
 
 def _prints(strategy):
     module, out = lit.seeded(_Prints), io.StringIO()
-    trainer = lit.trainer(strategy, _world())
+    trainer = lit.trainer(strategy, lit.world())
     with contextlib.redirect_stdout(out):
         trainer.fit(module, DataLoader(lit.rows(16), batch_size=8))
     return [

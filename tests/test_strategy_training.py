@@ -42,7 +42,7 @@ class Chain2(pl.LightningModule):
 def _chain(batches, arguments, weights=(1.0, 1.0), **trainer_arguments):
     module = lit.seeded(Chain2, *weights)
     batches = [torch.tensor(batch, dtype=torch.float64).reshape(-1, 1) for batch in batches]
-    trainer = lit.trainer(arguments, torch.distributed.get_world_size(), **trainer_arguments)
+    trainer = lit.trainer(arguments, lit.world(), **trainer_arguments)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return module.seen, (module.first.weight.item(), module.second.weight.item())
 
@@ -87,7 +87,7 @@ def test_uneven_microbatches_are_weighted_by_rows():
 
 
 def _fit(strategy, model, arguments):
-    return lit.fit(strategy, torch.distributed.get_world_size(), model, **arguments)
+    return lit.fit(strategy, lit.world(), model, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def _sgd_step(strategy):
     module = lit.seeded(lit.Lit)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.5)
-    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), max_steps=1)
+    trainer = lit.trainer(strategy, lit.world(), max_steps=1)
     sizes = []
     trainer.callbacks.append(_Sizes(sizes))
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
@@ -150,7 +150,7 @@ class _Scheduled(lit.Lit):
 
 def _scheduled(strategy):
     module = lit.seeded(_Scheduled)
-    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), max_epochs=2)
+    trainer = lit.trainer(strategy, lit.world(), max_epochs=2)
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
     return lit.outcome(module, trainer)
 
@@ -176,7 +176,7 @@ class _Overrides(lit.Lit):
 
 def _overridden(strategy):
     module = lit.seeded(_Overrides)
-    trainer = lit.trainer(strategy, torch.distributed.get_world_size())
+    trainer = lit.trainer(strategy, lit.world())
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
     return lit.outcome(module, trainer)
 
@@ -253,7 +253,7 @@ class _FrozenLast(_Frozen):
 
 def _frozen(strategy, cls):
     module = lit.seeded(cls)
-    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), gradient_clip_val=0.1)
+    trainer = lit.trainer(strategy, lit.world(), gradient_clip_val=0.1)
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
     return lit.outcome(module, trainer)
 
@@ -272,7 +272,7 @@ class _Dropout(lit.Lit):
 
 def _dropped(arguments):
     module = lit.seeded(_Dropout)
-    trainer = lit.trainer(arguments, torch.distributed.get_world_size())
+    trainer = lit.trainer(arguments, lit.world())
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8, shuffle=True))
     return lit.outcome(module, trainer)
 
@@ -298,7 +298,7 @@ class _Head(lit.Lit):
 
 def _finetuned(strategy):
     module = lit.seeded(_Head)
-    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), callbacks=[_Unfreeze()])
+    trainer = lit.trainer(strategy, lit.world(), callbacks=[_Unfreeze()])
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
     return lit.outcome(module, trainer)
@@ -326,7 +326,7 @@ def _mixed(strategy, precision):
     module = _Dtypes()
     x, y = lit.rows().tensors
     dataset = torch.utils.data.TensorDataset(x.float(), y)
-    trainer = lit.trainer(strategy, torch.distributed.get_world_size(), precision=precision)
+    trainer = lit.trainer(strategy, lit.world(), precision=precision)
     trainer.fit(module, DataLoader(dataset, batch_size=8))
     return module.dtypes, {p.dtype for p in module.parameters()}, lit.outcome(module, trainer)
 
@@ -379,7 +379,7 @@ def _overflowed(strategy):
     x, y = lit.rows().tensors
     trainer = lit.trainer(
         strategy,
-        torch.distributed.get_world_size(),
+        lit.world(),
         precision=None,
         plugins=[plugin],
         gradient_clip_val=0.5,

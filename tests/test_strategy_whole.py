@@ -53,7 +53,7 @@ def _whole(strategy):
     module = lit.seeded(_Whole)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer = lit.trainer(strategy, torch.distributed.get_world_size(), max_epochs=2)
+        trainer = lit.trainer(strategy, lit.world(), max_epochs=2)
         warnings.simplefilter("always")
         loader = DataLoader(lit.rows(20), batch_size=4)
         trainer.fit(module, loader, loader)
@@ -103,7 +103,7 @@ def _losses(strategy):
     said = {}
     for kind in KINDS:
         module = lit.seeded(_Loss, kind)
-        trainer = lit.trainer(strategy, torch.distributed.get_world_size())
+        trainer = lit.trainer(strategy, lit.world())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module, DataLoader(lit.rows(32), batch_size=8))

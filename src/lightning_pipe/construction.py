@@ -17,6 +17,7 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe.data import share_random_state
 from lightning_pipe.manners import AtomicCheckpointIO
 from lightning_pipe.processes import PipelineProcesses
+from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.blueprint import Blueprint
 
@@ -50,10 +51,14 @@ class PipelineConstruction(PipelineProcesses):
         module = self.lightning_module
         if module is None or self._ranks is None or not seam.is_running(self):
             return nullcontext()
+        return self._shared_blueprint(self._ranks).building(module)
+
+    def _shared_blueprint(self, ranks: Ranks) -> Blueprint:
+        """Begun by all ranks together, from the same random state."""
         if self._blueprint is None:
-            share_random_state(self._ranks, self.root_device)
+            share_random_state(ranks, self.root_device)
             self._blueprint = Blueprint(self.root_device)
-        return self._blueprint.building(module)
+        return self._blueprint
 
     def _build_absent(self, module: LightningModule) -> None:
         """Initialises what the user has made on the meta device."""
@@ -61,11 +66,10 @@ class PipelineConstruction(PipelineProcesses):
         if not any(tensor.is_meta for tensor in tensors if not is_fake(tensor)):
             return
         if self._pipeline_layout.num_ranks > 1:
-            with self._building():
-                return
+            self._shared_blueprint(self._own_ranks).make_absent(module)
+            return
         blueprint = Blueprint(self.root_device)
-        with blueprint.building(module):
-            pass
+        blueprint.make_absent(module)
         blueprint.check()
         blueprint.finish()
 

@@ -61,7 +61,7 @@ class SharedLoader:
         loader: The user's loader, on this rank.
         ranks: This rank.
         device: Whose random state goes with each batch, beside the host's.
-        grouped: It, where several of its batches make one.
+        grouped: What is read instead, where several of its batches make one.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class SharedLoader:
         space["_shared"] = loader
         space["_ranks"] = ranks
         space["_of_device"] = device
-        space["_grouped"] = grouped
-        space["_num_batches"] = self._agree(_length(loader, grouped) if ranks.is_first else None)
+        space["_read"] = loader if grouped is None else grouped
+        space["_num_batches"] = self._agree(sized_len(self._read) if ranks.is_first else None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -101,7 +101,7 @@ class SharedLoader:
         return loader
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = _SharedIterator(self._shared, self._ranks, self._of_device, self._grouped)
+        iterator = _SharedIterator(self._read, self._shared, self._ranks, self._of_device)
         self.__dict__["_num_batches"] = iterator.num_batches
         return iterator
 
@@ -115,11 +115,7 @@ class _SharedIterator(Iterator[Any]):
     together."""
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        ranks: Ranks,
-        device: torch.device,
-        grouped: Grouped | None = None,
+        self, read: Iterable[Any], loader: Iterable[Any], ranks: Ranks, device: torch.device
     ) -> None:
         self._ranks = ranks
         self._device = device
@@ -132,8 +128,8 @@ class _SharedIterator(Iterator[Any]):
         length = None
         if ranks.is_first:
             try:
-                self._iterator = iter(loader if grouped is None else grouped)
-                length = _length(loader, grouped)
+                self._iterator = iter(read)
+                length = sized_len(read)
             except Exception as error:
                 self._error = error
         self._seen: list[Any] | None = (
@@ -196,11 +192,6 @@ class _SharedIterator(Iterator[Any]):
         if self._seen is not None:
             self._seen.extend(read.rows)
         return read
-
-
-def _length(loader: Iterable[Any], grouped: Grouped | None) -> int | None:
-    length = sized_len(loader)
-    return length if grouped is None else grouped.length(length)
 
 
 def share_random_state(ranks: Ranks, device: torch.device) -> None:

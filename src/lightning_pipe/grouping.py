@@ -65,11 +65,10 @@ class Grouped:
         """Of the loader, for a step."""
         return self.rows // self.batch_size
 
-    def length(self, num_batches: int | None) -> int | None:
-        """The steps of an epoch in which the loader gives so many batches."""
-        if num_batches is None:
-            return None
-        whole, rest = divmod(num_batches, self.num_batches)
+    def __len__(self) -> int:
+        """Steps of an epoch; a `TypeError` if the loader has no length."""
+        loader: Any = self.loader
+        whole, rest = divmod(len(loader), self.num_batches)
         return whole + bool(rest and not self._drops_last)
 
     @property

@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.planning.costs import CostTable, LinkCosts
+from lightning_pipe.planfile import read_costs
+from lightning_pipe.planning.costs import LinkCosts
 from lightning_pipe.runtime.accelerator import backend
 from lightning_pipe.runtime.link import measure_link
 from lightning_pipe.runtime.ranks import make_ranks
@@ -35,11 +36,8 @@ _TIMEOUT = timedelta(minutes=2)
 def link(arguments: Sequence[str]) -> None:
     """Measures the links, prints them as `plan` takes them, and keeps them in a cost table."""
     options = _parser().parse_args(arguments)
-    if options.costs is not None and not Path(options.costs).is_file():
-        raise PlanError(
-            f"--costs {options.costs}: no such file; `lightning-pipe plan --measure DEVICE "
-            "--save-costs FILE` makes a table of the units, which the links are added to"
-        )
+    if options.costs is not None and os.environ.get("RANK", "0") == "0":  # it writes them
+        _check_costs(options.costs)
     kind = options.device or ("cuda" if torch.cuda.device_count() >= _LOCAL else "cpu")
     backend(kind)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -57,6 +55,16 @@ def link(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments_of_each = (f"{folder}/store", kind, options.costs)
         mp.spawn(_local, arguments_of_each, _LOCAL)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _check_costs(path: str) -> None:
+    """Before anything is measured: whether the links can be added to this file."""
+    if not Path(path).is_file():
+        raise PlanError(
+            f"--costs {path}: no such file; `lightning-pipe plan --measure DEVICE "
+            "--save-costs FILE` makes a table of the units, which the links are added to"
+        )
+    read_costs(path)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +111,7 @@ def _measure(kind: str, costs: str | None, local_rank: int) -> None:
         option = f"--{name.replace('_', '-')}"
         print(f"{option} {measured.latency_s:.3g},{measured.bytes_per_s:.3g}")
     if costs is not None:
-        table = CostTable.from_json(Path(costs).read_text(encoding="utf-8"))
+        table = read_costs(costs)
         kept = replace(
             table,
             link=found.get("link", table.link),

@@ -145,7 +145,7 @@ def _keeps(norm: nn.Module) -> bool:
 @torch.no_grad()
 def _moments(values: Tensor) -> Moments:
     exact = values.detach()
-    exact = exact.double() if exact.dtype is torch.float64 else exact.float()
+    exact = exact if exact.dtype is torch.float64 else exact.float()
     places = [place for place in range(exact.dim()) if place != 1]
     variance, mean = torch.var_mean(exact, dim=places, correction=0)
     count = exact.numel() // exact.shape[1]

@@ -222,13 +222,12 @@ def _warn_of_loss(name: str) -> None:
 
 def _warn_of_tail(name: str, error: Exception, *, needed: bool) -> None:
     reason = str(error) or "values of its micro-batches cannot be put together"
-    known = "it is known to leave values" if needed else "if it leaves values"
+    known = "which it is known to leave" if needed else "if it leaves any"
     warnings.warn(
         f"the end of {name} cannot be run on the whole batch ({type(error).__name__}: {reason}), "
-        f"so what it leaves is put together from micro-batches, which is exact for means and sums "
-        f"over rows, lists and metrics. {known[0].upper()}{known[1:]} that are none of these "
-        "(a maximum, a queue written at an index), those are averages from here on: use "
-        "num_microbatches=1 for them",
+        "so what it leaves is put together from micro-batches, which is exact for means and sums "
+        "over rows, lists and metrics. Values that are none of these (a maximum, a queue written "
+        f"at an index), {known}, are averages from here on: use num_microbatches=1 for them",
         stacklevel=2,
     )
 

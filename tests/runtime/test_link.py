@@ -52,6 +52,9 @@ def test_the_command_adds_links_of_a_machine_and_between_two_to_the_costs(tmp_pa
     assert 1e6 < two.node_link.bytes_per_s < 1e12
 
 
-def test_a_table_that_is_not_there_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_used_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--save-costs FILE"):
         link(["--costs", str(tmp_path / "none.json")])
+    (tmp_path / "wrong.json").write_text('{"units": [1]}')
+    with pytest.raises(PlanError, match="the cost table cannot be read"):
+        link(["--costs", str(tmp_path / "wrong.json")])

@@ -7,6 +7,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
@@ -69,7 +70,7 @@ def _steps(count, batch_size, drop_last=False, **layout):
     loader = DataLoader(torch.arange(count), batch_size=batch_size, drop_last=drop_last)
     grouped = Layout(2, num_microbatches=4, **layout).grouped(loader)
     steps = [batch.tolist() for batch in grouped]
-    assert grouped.length(len(loader)) == len(steps)
+    assert len(grouped) == len(steps)
     return steps
 
 
@@ -87,8 +88,8 @@ def test_a_loader_without_a_batch_size_gives_micro_batches():
     batches = [torch.ones(2, 3)] * 5
     grouped = Grouped(batches, 4, 2, {})
     assert [len(step) for step in grouped] == [8, 2]
-    assert grouped.length(5) == 2
-    assert grouped.length(None) is None
+    assert len(grouped) == 2
+    assert sized_len(Grouped(iter(batches), 4, 2, {})) is None
     with pytest.raises(BatchError, match=r"a batch of 8 rows, and 2 were expected"):
         list(Grouped([torch.ones(8, 3)], 4, 2, {}))
 

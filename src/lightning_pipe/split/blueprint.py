@@ -87,12 +87,21 @@ class Blueprint:
         if self._active:
             yield
             return
+        with self._settled(module), self._modes():
+            yield
+            self._absent.make(module)
+
+    def make_absent(self, module: nn.Module) -> None:
+        """Initialises what code before has put on the meta device."""
+        with self._settled(module), self._modes():
+            self._absent.make(module)
+
+    @contextmanager
+    def _settled(self, module: nn.Module) -> Iterator[None]:
         self.unguard()
         before, self._building = self._building, True
         try:
-            with self._modes():
-                yield
-                self._absent.make(module)
+            yield
         finally:
             self._building = before
             with plain_functions():

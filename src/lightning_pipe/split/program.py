@@ -296,16 +296,16 @@ class _Run:
             raise CutError(
                 f"stage {program.stage}: the step ended before unit "
                 f"'{self.trace.calls[program._last_call + 1].unit}' was called; when it "
-                "was traced it "
-                "went on. A step must call the same units in the same order on every micro-batch."
+                "was traced it went on. A step must call the same units in the same order on every "
+                "micro-batch."
             )
         if value is None and program._trace.training:
             raise Skipped
         if self.count != len(self.trace.calls):
             raise CutError(
                 f"the step made {self.count} unit calls, {len(self.trace.calls)} when it "
-                "was traced. A "
-                "step must call the same units in the same order on every micro-batch."
+                "was traced. A step must call the same units in the same order on every "
+                "micro-batch."
             )
         self.check_real(value, "the step returns")
         recorded = (self._given.get(key, self.produced.get(key)) for key in self._record)
@@ -348,9 +348,8 @@ class _Run:
                 leaf.refuse()
         if any(is_foreign(t) for t in tensors(value)):
             raise CutError(
-                f"stage {self.program.stage}: {what} a tensor that another stage "
-                "computes and that the "
-                "trace did not see being used here."
+                f"stage {self.program.stage}: {what} a tensor that another stage computes and that "
+                "the trace did not see being used here."
             )
 
     def _outputs(self) -> tuple[Tensor, ...]:
@@ -359,8 +358,7 @@ class _Run:
             if tensor._version != self._versions[key]:
                 raise CutError(
                     f"stage {program.stage}: {self.trace.name(key)} was written in place "
-                    "after it was "
-                    "received; when it was traced it was not."
+                    "after it was received; when it was traced it was not."
                 )
         outputs: list[Tensor] = []
         for key, spec in zip(program._output_keys, program.outputs, strict=True):
@@ -373,11 +371,9 @@ class _Run:
                 )
             if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
                 raise StageMismatchError(
-                    f"stage {program.stage} should send {spec.name} as {spec.dtype} "
-                    f"{spec.shape}, but "
-                    f"made {value.dtype} {tuple(value.shape)}: its shape depends on "
-                    "values. Keep the "
-                    "module around it whole by split_points, or pad it to one shape."
+                    f"stage {program.stage} should send {spec.name} as {spec.dtype} {spec.shape}, "
+                    f"but made {value.dtype} {tuple(value.shape)}: its shape depends on values. "
+                    "Keep the module around it whole by split_points, or pad it to one shape."
                 )
             if value.requires_grad and not spec.requires_grad:
                 raise StageMismatchError(
@@ -408,9 +404,8 @@ class _Run:
         if index >= len(calls) or calls[index].unit != name:
             expected = calls[index].unit if index < len(calls) else "the end of the step"
             raise CutError(
-                f"stage {self.program.stage}: unit '{name}' was called where "
-                f"'{expected}' was when the "
-                "step was traced. A step must call the same units in the same order on every "
+                f"stage {self.program.stage}: unit '{name}' was called where '{expected}' was when "
+                "the step was traced. A step must call the same units in the same order on every "
                 "micro-batch."
             )
         stage = self.program._cut.stage_of_call[index]
@@ -440,9 +435,8 @@ class _Run:
             if is_foreign(argument):
                 raise CutError(
                     f"unit '{call.unit}' (stage {self.program.stage}) reads a tensor of shape "
-                    f"{tuple(argument.shape)} that another stage computes and that the "
-                    "trace did not "
-                    "see: the step went another way, or wrote it in place unseen."
+                    f"{tuple(argument.shape)} that another stage computes and that the trace did "
+                    "not see: the step went another way, or wrote it in place unseen."
                 )
         if not call.in_checkpoint:
             self.random.at(call.index, 1)

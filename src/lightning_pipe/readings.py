@@ -14,7 +14,7 @@ from lightning_pipe.planning.doctor import Run
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.timeline import Timeline
-from lightning_pipe.report import Bubble, bubble, gather_bubble, run_of, timeline
+from lightning_pipe.report import Bubble, bubble, gather_bubble, mean_over_ranks, run_of, timeline
 from lightning_pipe.stage_memory import StageMemory, gather_memory, relief
 from lightning_pipe.steps import Pipeline
 
@@ -49,6 +49,13 @@ class PipelineReadings(PipelineConstruction):
     def gather_bubble(self) -> MeasuredBubble | None:
         """Where the bubble of the last step is from, over all ranks; all have to call this."""
         return None if self._pipeline is None else gather_bubble(self._pipeline)
+
+    def mean_over_ranks(self, value: float | None) -> float | None:
+        """The mean of what each rank gives; None of a rank that has nothing. All have to call this.
+
+        None if no rank has anything.
+        """
+        return value if self._pipeline is None else mean_over_ranks(self._pipeline, value)
 
     @property
     def sizes(self) -> Run | None:

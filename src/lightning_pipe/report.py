@@ -43,6 +43,13 @@ def gather_bubble(pipeline: Pipeline) -> MeasuredBubble | None:
     return attribute_bubble(found, pipeline.schedule)
 
 
+def mean_over_ranks(pipeline: Pipeline, value: float | None) -> float | None:
+    """The mean of the numbers that ranks have; None if none has one. All ranks call it."""
+    with at(pipeline.ranks, "gathers numbers of the ranks"):
+        found = [v for v in gather_objects(pipeline.ranks, value) or [] if v is not None]
+    return sum(found) / len(found) if found else None
+
+
 def run_of(pipeline: Pipeline) -> Run | None:
     """The sizes of the run; None before the first step."""
     if pipeline.schedule is None or pipeline.plan is None:

@@ -21,8 +21,10 @@ class PipelineProgress(Callback):
     """Reports the metrics of the progress bar, the throughput, the bubble and the busiest stage.
 
     The numbers, means over those steps, go to the logger too: `samples_per_s` (or `tokens_per_s`)
-    and `bubble_fraction` of the rank that logs. At the end comes a summary: a row for each stage
-    with its share of computing time in the last step that was reported, and its memory.
+    and `bubble_fraction`, the mean over all ranks. Only where a line is printed do ranks tell each
+    other what they measured. At the end comes a summary: the same numbers over all steps, and a row
+    for each stage with its share of computing time in the last step that was reported, and its
+    memory.
     With another strategy than ours there is no bubble to report, and the rest works as well.
 
     Args:
@@ -46,6 +48,8 @@ class PipelineProgress(Callback):
         self._restart()
         self._reported_step = 0
         self._all_items, self._all_s = 0, 0.0
+        self._all_bubbles: list[float] = []
+        self._ideal_fraction: float | None = None
         self._stages: MeasuredBubble | None = None  # in the last step that was reported
         self._before_validation: dict[str, Any] = {}
         self._validation_metrics = {"v_num"}  # not shown in the lines of training
@@ -54,30 +58,31 @@ class PipelineProgress(Callback):
         self._num_items = 0
         self._busy_s = 0.0
         self._since_s: float | None = None
-        self._bubble_fractions: list[float] = []
-        self._ideal_fraction: float | None = None
+        self._bubble_fractions: list[float] = []  # of this rank
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restart()
         self._all_items, self._all_s, self._stages = 0, 0.0, None
+        self._all_bubbles = []
         self._reported_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now_s = time.perf_counter()
+        reports = trainer.global_step >= self._reported_step + self.every_n_steps
         if self._since_s is not None:  # the first batch after a pause only starts the clock
             self._num_items += self._items(batch)
             self._busy_s += now_s - self._since_s
+            # a GPU's clock is read when its step is over: waiting for that each time costs time
+            if reports or trainer.strategy.root_device.type == "cpu":
+                self._note_bubble(trainer.strategy)
         self._since_s = now_s
-        reports = trainer.global_step >= self._reported_step + self.every_n_steps
-        # a GPU's clock is read when its step is over: waiting for that each time would cost time
-        if reports or trainer.strategy.root_device.type == "cpu":
-            self._note_bubble(trainer.strategy)
         if reports:
             self._reported_step = trainer.global_step
             self._all_items += self._num_items
             self._all_s += self._busy_s
+            self._all_bubbles += self._bubble_fractions
             self._report(trainer)
             self._restart()
             self._since_s = now_s
@@ -88,12 +93,26 @@ class PipelineProgress(Callback):
             self._bubble_fractions.append(bubble.measured_fraction)
             self._ideal_fraction = bubble.ideal_fraction
 
+    def _mean_bubble(self, strategy: Any, own: Sequence[float]) -> float | None:
+        """Over steps and ranks; each rank gives the steps that it measured."""
+        if not hasattr(strategy, "mean_over_ranks"):
+            return None
+        found: float | None = strategy.mean_over_ranks(sum(own) / len(own) if own else None)
+        return found
+
+    def _bubble_text(self, measured: float) -> str:
+        ideal = "" if self._ideal_fraction is None else f" (ideal {self._ideal_fraction:.1%})"
+        return f"bubble {measured:.1%}{ideal}"
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         items, seconds = self._all_items + self._num_items, self._all_s + self._busy_s
         lines = [f"{trainer.global_step} steps"]
         if items and seconds:
             lines[0] += f", {items:,} {self.count} at {items / seconds:,.0f} {self.unit}"
         strategy: Any = trainer.strategy
+        bubble = self._mean_bubble(strategy, self._all_bubbles + self._bubble_fractions)
+        if bubble is not None:
+            lines[0] += f", {self._bubble_text(bubble)}"
         if getattr(strategy, "plan", None) is not None:
             lines += _stage_rows(strategy.plan, self._stages, strategy.gather_memory())
         rank_zero_info("\n".join(lines))
@@ -123,12 +142,11 @@ class PipelineProgress(Callback):
         if self._busy_s > 0 and self._num_items:
             values[f"{self.count}_per_s"] = self._num_items / self._busy_s
             parts.append(f"{self._num_items / self._busy_s:,.0f} {self.unit}")
-        if self._bubble_fractions:
-            measured = sum(self._bubble_fractions) / len(self._bubble_fractions)
-            values["bubble_fraction"] = measured
-            ideal = "" if self._ideal_fraction is None else f" (ideal {self._ideal_fraction:.1%})"
-            parts.append(f"bubble {measured:.1%}{ideal}")
         strategy: Any = trainer.strategy
+        bubble = self._mean_bubble(strategy, self._bubble_fractions)
+        if bubble is not None:
+            values["bubble_fraction"] = bubble
+            parts.append(self._bubble_text(bubble))
         if hasattr(strategy, "gather_bubble"):
             self._stages = strategy.gather_bubble() or self._stages
         if self._stages is not None and len(self._stages.stage_utilisations) > 1:

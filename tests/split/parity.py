@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.paths import Paths
 from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.rng import KeyedRandom
+from lightning_pipe.split.streams import number_of
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import map_tensors, tensors
 from lightning_pipe.ways import look_around, more_parameters
@@ -51,6 +55,31 @@ class TanhBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
+
+
+@contextmanager
+def own_streams(
+    root: nn.Module, key: int, draws: Callable[[nn.Module], bool], generators: Sequence[Any] = ()
+) -> Iterator[None]:
+    """Give every module that draws its documented seeds: hooks that know nothing of traces."""
+    keyed, calls = KeyedRandom(key, generators=generators), Counter[str]()
+    states: list[Any] = []
+
+    def begin(name: str) -> None:
+        states.append(keyed.state())
+        keyed.seed(number_of(name), calls[name])
+        calls[name] += 1
+
+    handles = []
+    for name, module in root.named_modules():
+        if name and draws(module):
+            before = module.register_forward_pre_hook(lambda *_, name=name: begin(name))
+            after = module.register_forward_hook(lambda *_: keyed.put_back(states.pop()))
+            handles += [before, after]
+    keyed.begin()
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def piece(batch: Any, microbatch: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.split.parity import Parity, compare
+from tests.split.parity import Parity, compare, own_streams
 from tests.zoo.modules import Case
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,6 @@ from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.paths import merged_order
 from lightning_pipe.split.program import StageProgram, StepResult
-from lightning_pipe.split.rng import KeyedRandom
 from lightning_pipe.split.scout import find_way
 from lightning_pipe.ways import look_around
 
@@ -104,27 +103,17 @@ def test_a_way_that_calls_nothing_on_a_stage_relays() -> None:
 
 
 def test_the_numbers_are_those_of_a_plain_run_with_the_same_draws() -> None:
-    """The reference knows nothing of traces: hooks seed at the places that are documented."""
+    """The reference knows nothing of traces."""
     key, case = 11, build(lambda: Dropped(COINS["python"]))()
-    keyed, calls = KeyedRandom(key), [0]
     called: list[str] = []
-
-    def before(name: str) -> None:
-        called.append(name)
-        keyed.at(calls[0], 1)
-
-    def after() -> None:
-        keyed.at(calls[0], 2)
-        calls[0] += 1
-
-    handles = []
     units = {"embed": case.module.embed, "head": case.module.head}
     units |= {f"blocks.{n}": block for n, block in enumerate(case.module.blocks)}
-    for name, unit in units.items():
-        handles.append(unit.register_forward_pre_hook(lambda *_, name=name: before(name)))
-        handles.append(unit.register_forward_hook(lambda *_: after()))
-    keyed.at(0)
-    expected = case.loss(case.batch)
+    handles = [
+        unit.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, unit in units.items()
+    ]
+    with own_streams(case.module, key, lambda module: isinstance(module, Block)):
+        expected = case.loss(case.batch)
     for handle in handles:
         handle.remove()
     seen = trace_step(case.module, case.loss, case.batch, num_stages=4, key=key)

@@ -46,7 +46,6 @@ class Again:
     def run(
         self,
         unit: str,
-        seed: Callable[[], None],
         function: Callable[..., Any],
         *args: Any,
         **kw: Any,
@@ -55,8 +54,7 @@ class Again:
 
         Args:
             unit: Its name.
-            seed: Puts the random generators where they are when the unit starts.
-            function: Its forward.
+            function: Runs it on its random streams, in the backward too.
             args: Its arguments.
             kw: Those by keyword.
         """
@@ -68,13 +66,13 @@ class Again:
         before = [(name, self.root.get_buffer(name).clone()) for name in self._buffers[unit]]
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), _Second(self, unit, seed, before, given)
+            return nullcontext(), _Second(self, unit, before, given)
 
         return checkpoint(
             function,
             *args,
             use_reentrant=False,
-            preserve_rng_state=False,  # the seed of the place is put back instead
+            preserve_rng_state=False,  # its streams begin anew instead
             context_fn=contexts,
             **kw,
         )
@@ -102,13 +100,11 @@ class _Second(AbstractContextManager[None]):
         self,
         again: Again,
         unit: str,
-        seed: Callable[[], None],
         before: Sequence[tuple[str, Tensor]],
         given: Sequence[tuple[Tensor, int]],
     ) -> None:
         self._again = again
         self._unit = unit
-        self._seed = seed
         self._before = before
         self._given = given
         self._open: list[ExitStack] = []
@@ -129,7 +125,6 @@ class _Second(AbstractContextManager[None]):
                 space = root.get_submodule(owner)._buffers
                 stack.callback(space.__setitem__, last, space[last])
                 space[last] = value.clone()
-            self._seed()
             self._open.append(stack.pop_all())
 
     def __exit__(self, *error: object) -> None:

@@ -20,6 +20,7 @@ from lightning_pipe.split.memoised import clear_memoised
 from lightning_pipe.split.program import Skipped
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import Salts, generators_of, preserved
+from lightning_pipe.split.streams import Drawing
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tracer import Silenced, Tracer
 from lightning_pipe.split.units import find_units, has_blocks, has_children, num_parameters
@@ -61,6 +62,7 @@ class _Search:
         self.real = False
         self.truth: tuple[bool, ...] = ()
         self.pinned: set[str] = set(like.pinned) if like else set()
+        self.drawing: Drawing = like.drawing if like else {}
         self.notes: list[str] = []
         self.modules = dict(root.named_modules(remove_duplicate=False))
         self.names = {id(m): n for n, m in self.modules.items()}
@@ -194,6 +196,7 @@ def _attempt(
         pinned=search.pinned,
         memo=search.memo,
         like=search.like,
+        drawing=search.drawing,
         **search.given._asdict(),
     )
     try:
@@ -206,6 +209,7 @@ def _attempt(
         _value_dependent(search, units, tracer)
         or _uncalled(search, units, trace)
         or _leaking(search, units, tracer, trace)
+        or _drawing(search, trace)
     )
     return None if again else trace
 
@@ -297,6 +301,13 @@ def _uncalled(search: _Search, units: dict[str, nn.Module], trace: Trace) -> boo
         if parent and not has_blocks(search.modules[parent]):
             parents.add(parent)
     return search.keep(parents, "its code reads the weights of its children")
+
+
+def _drawing(search: _Search, trace: Trace) -> bool:
+    """Give modules that draw their streams before the step's way depends on what it draws."""
+    new = trace.draws and trace.drawing != search.drawing
+    search.drawing = trace.drawing
+    return new
 
 
 def _leaking(search: _Search, units: dict[str, nn.Module], tracer: Tracer, trace: Trace) -> bool:

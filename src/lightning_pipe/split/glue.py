@@ -16,7 +16,7 @@ from lightning_pipe.split._fake import (
     taint,
 )
 from lightning_pipe.split.provenance import function_name
-from lightning_pipe.split.rng import KeyedRandom
+from lightning_pipe.split.streams import Streams, draw_in_vain, has_fakes
 from lightning_pipe.split.trace import Trace, ValueKey
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.split.typed import address_of
@@ -31,7 +31,7 @@ class GlueRun(Protocol):
     count: int
     #: a unit is running
     busy: bool
-    random: KeyedRandom
+    streams: Streams
     received: dict[ValueKey, Tensor]
     wanted: frozenset[ValueKey]
     produced: dict[ValueKey, Tensor]
@@ -69,24 +69,55 @@ class Glue(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _HOOKS and run.hook_runs_elsewhere(args[0]):
             return NoHandle()
-        if key[1:] in run.trace.random_glue:  # what is received seeds too, for Python's draws
-            run.random.at(*key[1:], 3)
         address = address_of(func, args)
         if address is not None:
             return address
+        anew = run.trace.random_glue.get(key[1:])
         if key in run.received and function_name(func) == run.trace.glue[key].function:
             self._segment, self._count = segment, count + 1
+            if anew is not None:
+                self._follow(key, func, args, kwargs, anew=anew, in_vain=True)
             return run.received[key]
-        try:
-            out = func(*args, **kwargs)
-        except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
-            raise run.explain(name, (args, kwargs), error) from error
+        out = self._computed(key, func, args, kwargs, anew)
         if GHOSTS.tainted:
             _spread_taint((args, kwargs), out)
         if isinstance(out, Tensor) or tensors(out):
             self._segment, self._count = segment, count + 1
             self._made(key, func, out)
         return out
+
+    def _computed(
+        self, key: tuple[int, int, int], func: Any, args: Any, kwargs: Any, anew: bool | None
+    ) -> Any:
+        run = self._run
+        in_vain = anew is not None and has_fakes(args, kwargs)
+        state = run.streams.random.state(host=False) if in_vain else None
+        try:
+            out = func(*args, **kwargs)
+        except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
+            name = getattr(func, "__name__", "")
+            raise run.explain(name, (args, kwargs), error) from error
+        if state is not None:  # some of its draws may have been made
+            run.streams.random.put_back(state)
+        if anew is not None:
+            self._follow(key, func, args, kwargs, anew=anew, in_vain=in_vain)
+        return out
+
+    def _follow(
+        self,
+        key: tuple[int, int, int],
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        anew: bool,
+        in_vain: bool,
+    ) -> None:
+        """Let the generators stand after a call where they stand on a stage with its values."""
+        if anew:
+            self._run.streams.random.seed(*key[1:])
+        elif in_vain:
+            draw_in_vain(func, args, kwargs)
 
     def _made(self, key: tuple[int, int, int], func: Any, out: Any) -> None:
         run = self._run

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import without_modes
+from lightning_pipe.split.streams import Entered
 from lightning_pipe.split.trace import Alias, Constant, Leaf, Meta, NewTensor, SideAttribute, Trace
 from lightning_pipe.split.tree import TreeSpec
 
@@ -37,6 +38,7 @@ class Outcome:
     flops: int
     activation_bytes: int
     draws: bool = False
+    entered: Entered = ()
 
 
 def arguments_key(arguments: list[Any]) -> Hashable:

@@ -25,8 +25,9 @@ Replacement = tuple[Any, str, Any]
 #: makes the replacement of one method: (bound original, method name) -> replacement
 Wrapper = Callable[[Call, str], Call]
 
-_ENTRIES = ("_call_impl", "forward")
-_METRIC_ENTRIES = (*_ENTRIES, "update", "compute")
+#: how a module is called
+ENTRIES = ("_call_impl", "forward")
+_METRIC_ENTRIES = (*ENTRIES, "update", "compute")
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def attributes(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def routed(units: Iterable[tuple[nn.Module, Wrapper]]) -> Iterator[tuple[Any, str, Any]]:
     """List the replacements that send every call of these units through their wrappers."""
     for module, wrapper in units:
-        for name in _ENTRIES:
+        for name in ENTRIES:
             yield module, name, wrapper(getattr(module, name), name)
 
 
@@ -111,10 +112,10 @@ def _stub_value(metric: nn.Module, args: Any, kwargs: Any) -> Any:
     if known is None or known[0]() is not metric:
         value: Any = torch.zeros(())
         with without_modes(), suppress(Exception):  # it may not take these; most give one number
-            args, kwargs = map_tensors(_made_up, (args, kwargs))
+            args, kwargs = map_tensors(made_up, (args, kwargs))
             twin = copy.deepcopy(metric)
             for child in twin.modules():  # the copy is of a metric that is silent
-                for name in _ENTRIES:
+                for name in ENTRIES:
                     vars(child).pop(name, None)
             value = twin(*args, **kwargs)
         number = id(metric)
@@ -123,11 +124,12 @@ def _stub_value(metric: nn.Module, args: Any, kwargs: Any) -> Any:
     return known[1]
 
 
-def _made_up(tensor: Tensor) -> Tensor:
+def made_up(tensor: Tensor) -> Tensor:
+    """Stand for a tensor where its values do not matter; a real one keeps its own."""
     if not is_fake(tensor):
         return tensor.detach()
     value = 0.5 if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype)
+    return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype, device=tensor.device)
 
 
 def silent_metrics(

@@ -45,6 +45,7 @@ from lightning_pipe.split.recompute import Regions
 from lightning_pipe.split.rng import KeyedRandom, generators_of, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.split.streams import Streams, callable_modules
 from lightning_pipe.split.trace import (
     Alias,
     Constant,
@@ -123,6 +124,7 @@ class StageProgram:
         self._root = root
         self._device_type = device_type
         self._generators = generators_of(root)
+        self._modules = callable_modules(root)
         self._input_keys: Sequence[ValueKey] = cut.crossing[stage - 1] if stage else ()
         self._output_keys: Sequence[ValueKey] = () if self.is_last else cut.crossing[stage]
         self._first_call = cut.first_call(stage)
@@ -138,7 +140,7 @@ class StageProgram:
         names = dict.fromkeys((*self._trace.unit_names, *others))
         self._units = [(name, root.get_submodule(name)) for name in names]
         self._ghosts: dict[ValueKey, Tensor] = {}
-        self._needs_mode = watch or cut.num_stages > 1 or bool(self._trace.random_glue)
+        self._needs_mode = watch or cut.num_stages > 1 or any(self._trace.random_glue.values())
         modules = [module for _, module in self._units]
         self._asking = asking_files(root, modules)
         self._opens_encoders = any(True for _ in opened_encoders(root, modules))
@@ -241,7 +243,8 @@ class _Run:
         self.busy = False
         self.glue: Glue | None = None
         self.metrics: Sequence[nn.Module] = ()
-        self.random = KeyedRandom(key, program._device_type, program._generators)
+        random = KeyedRandom(key, program._device_type, program._generators)
+        self.streams = Streams(program._modules, random, self.trace.drawing)
         self._given = dict(zip(program._input_keys, received, strict=True))
         self._versions = {k: t._version for k, t in self._given.items()}
         self.received = {
@@ -256,6 +259,7 @@ class _Run:
             lambda: self.busy,
             known=self.trace.regions,
             owns=lambda call: stages[call] == program.stage,
+            replay=self._replay,
         )
 
     @property
@@ -277,6 +281,7 @@ class _Run:
             with ExitStack() as stack:
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(program._asking))
+                stack.enter_context(attributes(self.streams.replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 if (program._needs_mode or self._record) and program._opens_encoders:
                     modules = [module for module, _ in units]
@@ -284,7 +289,7 @@ class _Run:
                 if program._needs_mode or self._record:
                     self.glue = stack.enter_context(Glue(self))
                 stack.enter_context(self._regions.watched())
-                self.random.at(0)
+                self.streams.begin()
                 value = step()
         except StageExit:
             return self._outputs()
@@ -340,6 +345,18 @@ class _Run:
                 self.busy = before
 
         return unseen
+
+    def _replay(self, function: Callable[..., Any], call: int | None) -> Callable[..., Any]:
+        """Make of the region of a checkpoint what runs in the backward: it draws the same."""
+        counts = self.streams.counts()
+        unit = () if call is None else (self.trace.calls[call].unit,)
+        inner = Regions(lambda: True, replay=self._replay)
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            with self.streams.again(counts, unit), inner.watched():
+                return function(*args, **kwargs)
+
+        return replay
 
     def check_real(self, value: Any, what: str) -> None:
         """Refuse a value that has no data on this stage."""
@@ -417,7 +434,6 @@ class _Run:
         else:
             out = self._ghost(call, module, entry, args, kwargs)
         self.count += 1
-        self.random.at(index, 2)
         done = index == self.program._last_call and not self.program._has_later_calls
         if done and not self.program.is_last and self.wanted <= self.produced.keys():
             raise StageExit
@@ -438,16 +454,14 @@ class _Run:
                     f"{tuple(argument.shape)} that another stage computes and that the trace did "
                     "not see: the step went another way, or wrote it in place unseen."
                 )
-        if not call.in_checkpoint:
-            self.random.at(call.index, 1)
         self.busy = True
         try:
             with function_mode_off(self.glue):
+                run = partial(self._run_unit, call, original)
                 if call.index in self.program._runs_again:
-                    seed = partial(self.random.at, call.index, 1)
-                    out = self.program._again.run(call.unit, seed, original, *args, **kwargs)
+                    out = self.program._again.run(call.unit, run, *args, **kwargs)
                 else:
-                    out = original(*args, **kwargs)
+                    out = run(*args, **kwargs)
                 if self.program.watch:
                     check_made(self.trace, call, out, self.program.stage)
                 if call.passes_through:
@@ -456,6 +470,12 @@ class _Run:
             self.busy = False
         self._take(call, module, out, (args, kwargs))
         return out
+
+    def _run_unit(
+        self, call: UnitCall, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self.streams.of_unit(call.unit, call.entered):
+            return original(*args, **kwargs)
 
     def _take(self, call: UnitCall, module: nn.Module, out: Any, given: Any) -> None:
         """Pick the outputs that are sent; a copy where somebody writes them before they leave."""
@@ -476,6 +496,7 @@ class _Run:
 
     def _ghost(self, call: UnitCall, module: nn.Module, entry: str, args: Any, kwargs: Any) -> Any:
         """Return what an earlier stage's unit returned, as far as it was sent."""
+        self.streams.pass_over(call.unit, call.entered)
         self.busy = True
         try:
             # most units return nothing but new tensors, and nobody looks at what they were given

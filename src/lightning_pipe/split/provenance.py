@@ -29,6 +29,7 @@ from lightning_pipe.split._fake import (
     storage_key,
 )
 from lightning_pipe.split.rng import is_draw
+from lightning_pipe.split.streams import draw_in_vain, draws_by_values
 from lightning_pipe.split.trace import GlueValue, Meta, Source, ValueKey
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.split.typed import address_of
@@ -62,11 +63,15 @@ class OperatorLedger(DispatchMode):
 
     Args:
         parameters: id of each parameter to its name.
+        on_draw: Told when an operator draws random numbers.
     """
 
-    def __init__(self, parameters: Mapping[int, str]) -> None:
+    def __init__(
+        self, parameters: Mapping[int, str], on_draw: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
+        self._on_draw = on_draw
         self._sources: dict[int, Sources] = {}
         self._by_storage: dict[int, list[Tensor]] = {}
         self._kept: list[Tensor] = []
@@ -84,8 +89,6 @@ class OperatorLedger(DispatchMode):
         #: storages that the glue wrote in place
         self.glue_storages: set[int] = set()
         self.random_draws = 0
-        #: told before the glue draws
-        self.on_draw: Callable[[], None] = lambda: None
         self._drawn: set[int] = set()
         #: whether a number that torch drew was read as Python data
         self.read_draws = False
@@ -163,6 +166,7 @@ class OperatorLedger(DispatchMode):
         if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             self.reads_in_units += 1
         if is_draw(func):
+            self._on_draw()
             self.drawn_in_units += 1
             self.scalar_draws += any(t.numel() == 1 for t in made)
         for tensor in made:
@@ -172,6 +176,8 @@ class OperatorLedger(DispatchMode):
 
     def _in_glue(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         sources = NOTHING.union(*(self.of(t) for t in inputs))
+        if getattr(func, "_overloadpacket", None) in _LIKE:
+            sources = NOTHING  # what it makes has the shape of a value, and none of it
         self.glue_parameters.update(s for s in sources if isinstance(s, str))
         for tensor in inputs:
             self.note_leak(tensor)
@@ -187,7 +193,7 @@ class OperatorLedger(DispatchMode):
         self.read_draws |= drawn and is_read and not by_number
         if is_draw(func):
             self.random_draws += 1
-            self.on_draw()
+            self._on_draw()
             drawn = True
         out = func(*args, **kwargs)
         written = mutated_arguments(func, args, kwargs)
@@ -206,6 +212,16 @@ class OperatorLedger(DispatchMode):
         """Tell whether a tensor of the glue, with values, is made of random numbers."""
         return id(tensor) in self._drawn
 
+
+_ATEN = torch.ops.aten
+#: operators that look at nothing but the shape of what they are given
+_LIKE = frozenset(
+    (
+        *(_ATEN.empty_like, _ATEN.full_like, _ATEN.ones_like, _ATEN.zeros_like),
+        *(_ATEN.rand_like, _ATEN.randint_like, _ATEN.randn_like),
+        *(_ATEN.new_empty, _ATEN.new_full, _ATEN.new_ones, _ATEN.new_zeros),
+    )
+)
 
 #: torch calls that turn a tensor into plain Python data, and what stands for it while tracing
 _PLACEHOLDERS = {
@@ -258,7 +274,8 @@ class ValueLedger(TorchFunctionMode):
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
         recomputed: Tells whether a checkpointed region is open: what it makes is made again in the
             backward, from its inputs.
-        on_draw: Told before a torch call draws random numbers, with its place.
+        anew: Told after a torch call drew numbers that other stages cannot pass over, with its
+            place.
     """
 
     def __init__(
@@ -269,11 +286,11 @@ class ValueLedger(TorchFunctionMode):
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
         recomputed: Callable[[], bool] = lambda: False,
-        on_draw: Callable[[int, int], None] = lambda segment, count: None,
+        anew: Callable[[int, int], None] = lambda segment, count: None,
     ) -> None:
         super().__init__()
         self._operators = operators
-        self._on_draw = on_draw
+        self._anew = anew
         self._recomputed = recomputed
         self._pinned = pinned
         self._truth = truth
@@ -292,7 +309,8 @@ class ValueLedger(TorchFunctionMode):
         self.glue: dict[tuple[int, int, int], GlueValue] = {}
         self._script: dict[int, list[str]] = {}
         self.control: set[Source] = set()
-        self.random_calls: set[tuple[int, int]] = set()
+        #: calls that draw, and whether the stream begins anew after them
+        self.random_calls: dict[tuple[int, int], bool] = {}
         #: (segment, sources, modules on the stack) of values that were read as Python data
         self.reads: list[tuple[int, Sources, tuple[int, ...]]] = []
         #: what conditions on fakes were taken for, in their order
@@ -338,8 +356,7 @@ class ValueLedger(TorchFunctionMode):
         if func in _DIFFERENTIATE:
             raise InnerGradient(getattr(func, "__name__", "grad"))
         try:
-            with self._seeded(place):
-                out = func(*args, **kwargs)
+            out = func(*args, **kwargs)
         except (*VALUE_NEEDED, RuntimeError, TypeError) as error:
             out = self._placeholder(func, inputs, parents, error)
         if _name(func) in _PLACEHOLDERS:
@@ -348,26 +365,29 @@ class ValueLedger(TorchFunctionMode):
         elif self._operators.value_reads != reads or _name(func) in self._pinned:
             self.control |= parents
         if self._operators.random_draws != draws:
-            self.random_calls.add(place)
+            self._note_draws(place, func, args, kwargs, inputs, parents)
         self._record(func, out, inputs, parents)
         return out
 
-    @contextmanager
-    def _seeded(self, place: tuple[int, int]) -> Iterator[None]:
-        """Seed once for the draws of one torch call, as a stage does where it runs."""
-        pending = True
-
-        def first() -> None:
-            nonlocal pending
-            if pending:
-                pending = False
-                self._on_draw(*place)
-
-        self._operators.on_draw = first
-        try:
-            yield
-        finally:
-            self._operators.on_draw = lambda: None
+    def _note_draws(
+        self,
+        place: tuple[int, int],
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        parents: Sources,
+    ) -> None:
+        """Move the generators as with values, and note what a stage without them has to do."""
+        anew = draws_by_values(_name(func))
+        if any(is_fake(t) for t in inputs):
+            with self.paused():
+                anew |= not draw_in_vain(func, args, kwargs)
+        else:  # nobody has tried it without the values
+            anew |= any(not isinstance(source, str) for source in parents)
+        self.random_calls[place] = anew
+        if anew:
+            self._anew(*place)
 
     def _placeholder(
         self, func: Any, inputs: list[Tensor], parents: Sources, error: Exception

@@ -1,8 +1,8 @@
-"""Randomness that does not depend on the cut.
+"""Randomness that does not depend on the cut: seeds, states, and draws that nobody needs.
 
 Every stage re-runs the user's step, but only some of its units; a plain generator would therefore
-stand elsewhere on each stage. Here every place that may draw has a seed of its own, made from the
-micro-batch's key and the place: all stages, all schedules and all ``P`` and ``V`` draw the same.
+stand elsewhere on each stage. :mod:`lightning_pipe.split.streams` says which code draws from which
+stream; here is how generators are seeded, saved and put back.
 """
 
 from __future__ import annotations
@@ -86,19 +86,18 @@ def _set_state(generator: Generator, state: Any) -> None:
         generator.setstate(state)
 
 
-#: number of unit calls so far to a number that changes the seeds from there to the next call
+#: number of unit calls so far to a number that changes the seeds from there on
 Salts = Mapping[int, int]
 
 
 class KeyedRandom:
-    """Seeds torch (CPU and the accelerator in use), Python and NumPy for one place of a step.
+    """Seeds torch (CPU and the accelerator in use), Python and NumPy for one micro-batch.
 
     Args:
         key: The micro-batch's key; equal on every stage of a pipeline.
         device_type: ``"cpu"``, ``"cuda"``, ... of the stage.
         generators: Other generators that the step may draw from.
-        salts: Other seeds between some calls, to see what the step does with other numbers there.
-        watch: Remember how the generators of Python and NumPy stood, for :meth:`moved`.
+        salts: Other seeds after some calls, to see what the step does with other numbers there.
     """
 
     def __init__(
@@ -108,40 +107,75 @@ class KeyedRandom:
         generators: Sequence[Generator] = (),
         *,
         salts: Salts | None = None,
-        watch: bool = False,
     ) -> None:
         self._key = key
-        self._generators = generators
         self._salts = salts or {}
-        self._watch = watch
-        self._stood: Any = None
         self._module = getattr(torch, device_type) if device_type != "cpu" else None
+        self._of_torch = [g for g in generators if isinstance(g, torch.Generator)]
+        self._of_host = [g for g in generators if not isinstance(g, torch.Generator)]
+        self._stood: Any = None
 
-    def at(self, *place: int) -> None:
-        """Seed all generators for ``place``."""
+    def begin(self) -> None:
+        """Seed for the start of the step."""
+        self.seed()
+        self.salt(0)
+
+    def salt(self, num_calls: int) -> None:
+        """Seed anew after so many unit calls, if other numbers are wanted from there on."""
+        if num_calls in self._salts:
+            self.seed(num_calls, self._salts[num_calls])
+
+    def seed(self, *place: int, host: bool = True) -> None:
+        """Seed the generators of torch for ``place``, and those of Python and NumPy if ``host``."""
         seed = mix(self._key, *place)
-        if self._salts and place[1:] != (1,):
-            segment = place[0] + 1 if place[1:] == (2,) else place[0]
-            seed = mix(seed, self._salts[segment]) if segment in self._salts else seed
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
             self._module.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        for index, generator in enumerate(self._generators):
-            _seed(generator, mix(seed, index))
-        if self._watch:
-            self._stood = self._stand()
+        for index, generator in enumerate(self._of_torch):
+            generator.manual_seed(mix(seed, index))
+        if host:
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            for index, other in enumerate(self._of_host):
+                _seed(other, mix(seed, -1, index))
+
+    def state(self, *, host: bool = True) -> tuple[list[Any], list[Any]]:
+        """Say where the generators stand: those of torch, and of Python and NumPy if ``host``."""
+        of_torch: list[Any] = [torch.default_generator.get_state()]
+        if self._module is not None:
+            of_torch.append(self._module.get_rng_state())
+        of_torch += [g.get_state() for g in self._of_torch]
+        if not host:
+            return of_torch, []
+        return of_torch, [random.getstate(), np.random.get_state(), *map(_state, self._of_host)]
+
+    def put_back(self, state: tuple[list[Any], list[Any]]) -> None:
+        """Let the generators stand where :meth:`state` found them."""
+        of_torch, of_host = state
+        torch.default_generator.set_state(of_torch[0])
+        if self._module is not None:
+            self._module.set_rng_state(of_torch[1])
+        own = of_torch[len(of_torch) - len(self._of_torch) :]
+        for generator, at in zip(self._of_torch, own, strict=True):
+            generator.set_state(at)
+        if of_host:
+            random.setstate(of_host[0])
+            np.random.set_state(of_host[1])
+            for other, at in zip(self._of_host, of_host[2:], strict=True):
+                _set_state(other, at)
 
     def moved(self) -> bool:
-        """Tell whether Python or NumPy drew since the last seed; torch's draws are operators."""
+        """Tell whether Python or NumPy drew since :meth:`mark`; torch's draws are operators."""
         return bool(self._stand() != self._stood)
 
+    def mark(self) -> None:
+        """Remember where the generators of Python and NumPy stand."""
+        self._stood = self._stand()
+
     def _stand(self) -> list[Any]:
-        others = [g for g in self._generators if not isinstance(g, torch.Generator)]
         state: Any = np.random.get_state()
         numpy_state = (state[1].tobytes(), *state[2:])
-        return [random.getstate(), numpy_state, *(repr(_state(g)) for g in others)]
+        return [random.getstate(), numpy_state, *(repr(_state(g)) for g in self._of_host)]
 
 
 @contextmanager

@@ -39,6 +39,13 @@ from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.recompute import Regions
 from lightning_pipe.split.rng import KeyedRandom, generators_of, is_draw, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper, Snapshot
+from lightning_pipe.split.streams import (
+    Streams,
+    callable_modules,
+    draw_in_vain,
+    draws_by_values,
+    has_fakes,
+)
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import flatten, tensors, unflatten
 from lightning_pipe.split.typed import address_of, asking_files
@@ -76,9 +83,10 @@ def find_way(
     keeper = AttributeKeeper(root, like.changed_attributes | like.ghost_attributes)
     generators = generators_of(root)
     random = KeyedRandom(key, device_type, generators)
+    streams = Streams(callable_modules(root), random, like.drawing)
     try:
         with preserved(device_type, generators), inside_step():
-            return _Scout(root, units, memo, random).go(step, copy_tensors(batch))
+            return _Scout(root, units, memo, streams).go(step, copy_tensors(batch))
     except (_Lost, Exception):  # the trace says it better
         return None
     finally:
@@ -88,21 +96,16 @@ def find_way(
 
 
 class _Draws(DispatchMode):
-    """Tells of draws before they are made."""
+    """Counts the operators that draw."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.on_draw: Callable[[], None] | None = None
         self.count = 0
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
-        if is_draw(func):
-            self.count += 1
-            if self.on_draw is not None:
-                self.on_draw()
-                self.on_draw = None
+        self.count += is_draw(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -114,14 +117,14 @@ class _Scout(TorchFunctionMode):
         root: nn.Module,
         units: Mapping[str, nn.Module],
         memo: UnitMemo,
-        random: KeyedRandom,
+        streams: Streams,
     ) -> None:
         super().__init__()
         self._root = root
         self._units = units
         self._memo = memo
-        self._random = random
         self._draws = _Draws()
+        self._streams = streams
         self._way: list[Hashable] = []
         self._number: dict[int, int] = {}
         self._kept: list[Tensor] = []
@@ -139,11 +142,12 @@ class _Scout(TorchFunctionMode):
             stack.enter_context(attributes(silent_talk(self._root, self._note)))
             stack.enter_context(attributes(asking_files(self._root, self._units.values())))
             stack.enter_context(attributes(list(opened_encoders(self._root, self._units.values()))))
+            stack.enter_context(attributes(self._streams.replacements()))
             stack.enter_context(attributes(list(routed(units))))
             stack.enter_context(regions.watched())
             stack.enter_context(self._draws)
             stack.enter_context(self)
-            self._random.at(0)
+            self._streams.begin()
             result = step(batch)
             self._busy = True
             self._note(result)
@@ -170,9 +174,12 @@ class _Scout(TorchFunctionMode):
         if address is not None:
             return address
         segment, count = self._place
-        self._draws.on_draw = partial(self._random.at, segment, count, 3)
+        before = self._draws.count
         out = func(*args, **kwargs)
-        self._draws.on_draw = None
+        if self._draws.count != before:
+            vain = not has_fakes(args, kwargs) or draw_in_vain(func, args, kwargs)
+            if not vain or draws_by_values(function_name(func)):
+                self._streams.random.seed(segment, count)
         made = tensors(out)
         if made:
             self._place = segment, count + 1
@@ -202,6 +209,7 @@ class _Scout(TorchFunctionMode):
                 known = self._memo.get(self._memo.key(name, module, described), structure)
                 if known is None:
                     raise _Lost
+                self._streams.pass_over(name, known.entered)
                 given = self._numbers([a for a in arguments if isinstance(a, Tensor)])
                 self._way.append((name, described, given))
                 values = rebuild(known, arguments)
@@ -211,7 +219,6 @@ class _Scout(TorchFunctionMode):
                 run_forward_hooks(module, args, kwargs, out)
         finally:
             self._busy = False
-        self._random.at(self._calls, 2)
         self._calls += 1
         self._place = (self._calls, 0)
         return out

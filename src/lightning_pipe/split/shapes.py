@@ -116,7 +116,7 @@ def _structure(trace: Trace) -> Any:
     ]
     return (
         *(calls, glue, trace.tail_inputs, trace.tail_unit_inputs, trace.control, trace.written),
-        *(trace.random_glue, trace.glue_parameters, dict(trace.glue_reads_by_unit)),
+        *(dict(trace.random_glue), trace.glue_parameters, dict(trace.glue_reads_by_unit)),
         *(
             trace.changed_attributes,
             trace.changed_buffers,

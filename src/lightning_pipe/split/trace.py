@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_pipe.split._fake import empty_fake
 from lightning_pipe.split.spec import ValueSpec
+from lightning_pipe.split.streams import Drawing, Entered
 from lightning_pipe.split.tree import TreeSpec
 
 ValueKey = tuple[int, int] | tuple[int, int, int]
@@ -143,6 +144,8 @@ class UnitCall:
     draws: bool = False
     #: what the call was given, without the data (:func:`lightning_pipe.split.memo.arguments_key`)
     arguments: Hashable = None
+    #: the modules that it calls
+    entered: Entered = ()
 
     @property
     def passes_through(self) -> bool:
@@ -180,8 +183,10 @@ class Trace:
     control: frozenset[Source] = frozenset()
     #: unit outputs whose storage is written later
     written: frozenset[ValueKey] = frozenset()
-    #: glue calls that draw random numbers
-    random_glue: frozenset[tuple[int, int]] = frozenset()
+    #: glue calls that draw random numbers, and whether the stream begins anew after them
+    random_glue: Mapping[tuple[int, int], bool] = field(default_factory=dict)
+    #: modules that have a stream of random numbers of their own
+    drawing: Drawing = field(default_factory=dict)
     glue_parameters: frozenset[str] = frozenset()
     glue_reads_by_unit: Mapping[str, frozenset[str]] = field(default_factory=dict)
     changed_attributes: frozenset[tuple[str, str]] = frozenset()

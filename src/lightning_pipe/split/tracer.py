@@ -57,6 +57,7 @@ from lightning_pipe.split.recompute import Regions
 from lightning_pipe.split.rng import KeyedRandom, Salts, generators_of
 from lightning_pipe.split.saved import SavedTensors
 from lightning_pipe.split.snapshot import Snapshot
+from lightning_pipe.split.streams import Drawing, Streams, callable_modules
 from lightning_pipe.split.trace import (
     Alias,
     Constant,
@@ -110,6 +111,7 @@ class Tracer:
         silenced: What to replace so that the step talks to nobody, given what takes note of what
             it would have said.
         shared: What units did on other ranks that cannot be run here.
+        drawing: Modules that are known to draw.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Tracer:
         like: Trace | None = None,
         silenced: Silenced | None = None,
         shared: SharedOutcomes | None = None,
+        drawing: Drawing | None = None,
     ) -> None:
         self._shared = SharedOutcomes() if shared is None else shared
         self._silenced = silenced
@@ -136,8 +139,13 @@ class Tracer:
         self._root = root
         self._units = units
         self._real = real
-        self._random = KeyedRandom(key, device_type, generators_of(root), salts=salts, watch=True)
-        self._draws = False
+        self.streams = Streams(
+            callable_modules(root),
+            KeyedRandom(key, device_type, generators_of(root), salts=salts),
+            drawing or {},
+            watch=True,
+        )
+        self._moves_in_units = 0
         self._sizes = {name: _sizes(module) for name, module in units.items()}
         named = list(root.named_parameters(remove_duplicate=False))
         self._first_name: dict[int, str] = {}
@@ -146,14 +154,14 @@ class Tracer:
             first = self._first_name.setdefault(id(parameter), name)
             self._all_names[first] = (*self._all_names.get(first, ()), name)
         self._module_names = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
-        self.operators = OperatorLedger(self._first_name)
+        self.operators = OperatorLedger(self._first_name, on_draw=self.streams.note_draw)
         self.values = ValueLedger(
             self.operators,
             truth=truth,
             known_reads=known_reads,
             pinned=pinned,
             recomputed=lambda: self._regions.inside,
-            on_draw=lambda *place: self._seed(*place, 3),
+            anew=self.streams.random.seed,
         )
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
@@ -181,6 +189,7 @@ class Tracer:
                 stack.enter_context(
                     attributes(list(opened_encoders(self._root, self._units.values())))
                 )
+                stack.enter_context(attributes(self.streams.replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 stack.enter_context(self._regions.watched())
                 stack.enter_context(self.operators)
@@ -189,7 +198,7 @@ class Tracer:
                 with self.values.paused():
                     batch = copy_tensors(batch)
                     self._saved.ignore(t for t in leaves(batch) if isinstance(t, Tensor))
-                self._random.at(0)
+                self.streams.begin()
                 result = self._result(step, batch)
                 with self.values.paused(), without_modes():
                     self._sink(result)
@@ -235,7 +244,7 @@ class Tracer:
             self.operators.note_leak(tensor)
 
     def _finish(self, snapshot: Snapshot) -> Trace:
-        self._draws |= self._random.moved()
+        self.streams.look()
         changed, ghosts, buffers = set(), set(), {}
         installed = snapshot.keep_installed()
         if installed:
@@ -278,7 +287,8 @@ class Tracer:
             tail_unit_inputs=frozenset(self._unit_sinks),
             control=frozenset(self.values.control),
             written=frozenset(self.operators.written),
-            random_glue=frozenset(self.values.random_calls),
+            random_glue=dict(self.values.random_calls),
+            drawing=self.streams.kinds(),
             glue_parameters=frozenset(self.operators.glue_parameters),
             glue_reads_by_unit=reads,
             changed_attributes=frozenset(changed) | self._of_repeated("changed_attributes"),
@@ -294,7 +304,7 @@ class Tracer:
                 self._saved.at(segment, in_unit=False) for segment in range(len(self.calls) + 1)
             ),
             script=self.values.script(),
-            draws=self._draws or self.operators.read_draws,
+            draws=self.streams.num_moves > self._moves_in_units or self.operators.read_draws,
             units=tuple(self._units),
             repeated=frozenset(self._repeated),
         )
@@ -322,9 +332,7 @@ class Tracer:
             for tensor in given:
                 self.operators.note_leak(tensor)
             in_checkpoint = check_callers(name, module, self._module_names)
-            self._draws |= self._random.moved()
-            if not in_checkpoint:
-                self._random.at(index, 1)
+            self.streams.look()
             described = arguments_key(arguments)
             memo = self._memo if self._like is None or name in self._like.unit_names else None
             place = None if memo is None else memo.key(name, module, described)
@@ -358,17 +366,13 @@ class Tracer:
                     draws=known.draws,
                     saved=saved,
                     arguments=described,
+                    entered=known.entered,
                 )
             )
             self._regions.note_call(index)
             self.values.segment = self._saved.position = len(self.calls)
-            self._random.at(index, 2)
+            self.streams.salt(len(self.calls))
         return out
-
-    def _seed(self, *place: int) -> None:
-        """Seed for a place in the glue; what Python and NumPy drew since the last one may steer."""
-        self._draws |= self._random.moved()
-        self._random.at(*place)
 
     def _observe(
         self,
@@ -383,14 +387,17 @@ class Tracer:
         before = _tensor_attributes(module)
         flops, drawn = self.operators.flops, self.operators.drawn_in_units
         scalar_draws, reads = self.operators.scalar_draws, self.operators.reads_in_units
+        counts, moves = self.streams.counts(), self.streams.num_moves
         self._busy, self.operators.inside, self._saved.in_unit = True, index, True
         try:
-            with function_mode_off(self.values):
+            with function_mode_off(self.values), self.streams.of_unit(name):
                 out, written = self._execute(name, module, original, arguments, structure)
         finally:
             self._busy, self.operators.inside, self._saved.in_unit = False, None, False
+        moved = self.streams.num_moves - moves
+        self._moves_in_units += moved
         drew = self.operators.drawn_in_units != drawn
-        draws = self._random.moved() or self.operators.scalar_draws != scalar_draws
+        draws = bool(moved) or self.operators.scalar_draws != scalar_draws
         draws |= drew and name in self._on_random
         if draws:
             out = self._own_objects(out, module, arguments)
@@ -400,7 +407,8 @@ class Tracer:
         flops = self.operators.flops - flops
         saved = self._saved.at(index, in_unit=True)
         saved_bytes = sum(num_bytes for _, num_bytes in saved)
-        outcome = Outcome(structure, made, leaves, num_outputs, flops, saved_bytes, draws)
+        entered = self.streams.entered_since(counts, name)
+        outcome = Outcome(structure, made, leaves, num_outputs, flops, saved_bytes, draws, entered)
         return out, outcome, saved
 
     def _own_objects(self, out: Any, module: nn.Module, arguments: list[Any]) -> Any:
@@ -441,6 +449,7 @@ class Tracer:
         """Do as the unit did before."""
         index = len(self.calls)
         self._repeated.add(name)
+        self.streams.pass_over(name, known.entered)
         values = rebuild(known, arguments)
         for number, (leaf, value) in enumerate(zip(known.leaves, values, strict=True)):
             if isinstance(leaf, SideAttribute):
@@ -471,7 +480,7 @@ class Tracer:
         fakes = [as_fake(a) if isinstance(a, Tensor) else a for a in arguments]
         versions = _versions(fakes)
         args, kwargs = unflatten(fakes, structure)
-        used = fakes
+        used, counts = fakes, self.streams.counts()
         try:
             self.operators.on_fakes = True
             with GHOSTS, _Inside(self.operators):
@@ -486,7 +495,7 @@ class Tracer:
             self.notes.append(f"{name} ran on random inputs ({type(error).__name__})")
             self._on_random.add(name)
             used = [_random_like(a) for a in arguments]
-            self._random.at(len(self.calls), 1)
+            self.streams.rewind(counts)
             versions = _versions(used)
             args, kwargs = unflatten(used, structure)
             self.operators.on_fakes = False

@@ -37,6 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "work": {"torch"},
     "whole": {"torch"},
     "sameness": set(),
+    "conditions": {"torch"},
     "cutting": {"torch"},
     "steps": {"torch"},
     "report": set(),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.activations import units_to_run_again
+from lightning_pipe.conditions import Conditions
 from lightning_pipe.cuts import Cuts
 from lightning_pipe.decide import decide
 from lightning_pipe.errors import CutError, PipelineError
@@ -28,7 +29,6 @@ from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.accelerator import total_memory
-from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.sameness import see_together
 from lightning_pipe.split.again import repeatable_calls
@@ -85,6 +85,7 @@ class PipelineCuts:
         self.optimizers: Sequence[Optimizer] = ()
         #: of weights that are not there before the first cut
         self.blueprint: Blueprint | None = None
+        self.conditions = Conditions(module, ranks)
         self._context = context
         self._cuts = Cuts(module, ranks.position, device.type)
         self._ways = Ways()
@@ -118,7 +119,8 @@ class PipelineCuts:
             self.blueprint = None
 
     def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
-        meet(self.ranks, "traces its first step")
+        seen = signature(args[0])
+        self.conditions.meet("traces its first step", args[0], seen, self.layout.num_microbatches)
         self._check_rules(args[0])
         pieces = self._split(args[0])
         piece = pieces.batches[0]
@@ -179,6 +181,7 @@ class PipelineCuts:
             again,
         )
         ownership.drop_foreign(self.device)
+        self.conditions.settle()
         self._known = dict(self.module.named_parameters())
         self._ways.note((name, training), trace)
         if paths.vary:
@@ -337,9 +340,7 @@ class PipelineCuts:
     def _state_key(self, name: str, *, training: bool) -> tuple[str, bool, Any]:
         """What a trace depends on besides its batch: modules in train or eval mode, frozen
         weights, and which modules and weights there are."""
-        modes = tuple((id(module), module.training) for module in self.module.modules())
-        flags = tuple((id(p), p.requires_grad) for p in self.module.parameters())
-        return name, training, (hash(modes), hash(flags))
+        return name, training, self.conditions.key()
 
     def _split(self, batch: Any) -> Pieces:
         rules = self.layout.split_batch

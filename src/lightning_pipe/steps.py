@@ -28,7 +28,6 @@ from lightning_pipe.planning.schedules import forward_only
 from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
-from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.patching import find_metrics
 from lightning_pipe.split.rng import generators_of, mix, preserved
@@ -104,8 +103,9 @@ class Pipeline(PipelineCuts):
         Returns:
             What the step returned, merged over micro-batches, and the gradients of this rank.
         """
+        seen = signature(args[0])
         if self._follows_hooks:
-            meet(self.ranks, f"runs {name}")
+            self.conditions.meet(f"runs {name}", args[0], seen, self.layout.num_microbatches)
         pieces = self._split(args[0])
         state = self._state_key(name, training=training)
         key = mix(self._seed, *index)
@@ -135,7 +135,7 @@ class Pipeline(PipelineCuts):
             self._sum_replicas(stash)
         if step.statistics is not None:
             self._update_statistics(step.statistics)
-        self.whole.finish(step, args[0], (*state, signature(args[0])))
+        self.whole.finish(step, args[0], (*state, seen))
         with self._context(name):  # numbers become tensors of the type that they have in the step
             traces = self._carry(with_output=share_output)
         if stash is not None:

@@ -48,9 +48,12 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     pending = [root]
     while pending:
         module = pending.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            pending += [child for child in reversed(module._modules.values()) if child is not None]
+        key = id(module)
+        if key not in found:
+            found[key] = module
+            children = module._modules
+            if children:
+                pending += [child for child in reversed(children.values()) if child is not None]
     return list(found.values())
 
 

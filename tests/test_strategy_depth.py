@@ -81,3 +81,53 @@ def test_layers_are_dropped_as_on_one_rank():
     found = run_ranks(2, _on_all, two)
     for number, reference in enumerate(expected):
         lit.assert_equal([rank[number] for rank in found], reference)
+
+
+class _Exits(nn.Module):
+    """Leaves early by the batch, and skips a layer by another question to it."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(lit.Block(width) for _ in range(depth))
+        self.side, self.head = nn.Linear(width, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        h = self.first(x)[:, None] * torch.ones(3, 1, dtype=x.dtype)
+        if x[:, 1].max() > 1.5:
+            h = h + self.side(h)
+        for number, layer in enumerate(self.layers):
+            h = layer(h)
+            if number in (2, 4) and x[:, 0].sum() < -0.5 * number:
+                break
+        return self.head(F.dropout(h.mean(1), 0.2, self.training))
+
+
+class _Exiting(lit.Lit):
+    def make_net(self, width, depth):
+        return _Exits(width, depth)
+
+    def training_step(self, batch, batch_idx):
+        if batch[0].isnan().any():
+            raise ValueError("a guard")
+        return super().training_step(batch, batch_idx)
+
+
+def _exited(arguments):
+    module = lit.seeded(_Exiting, depth=5)
+    used = lit.trainer(arguments, lit.world(), limit_train_batches=2, limit_val_batches=1)
+    used.fit(module, DataLoader(lit.rows(), batch_size=8), DataLoader(lit.rows(), batch_size=8))
+    return lit.outcome(module, used)
+
+
+def _all_exited(runs):
+    return [_exited(arguments) for arguments in runs]
+
+
+def test_steps_that_ask_the_batch_which_units_to_call():
+    ways = [{}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}]
+    runs = [{"num_microbatches": 4, **way} for way in ways]
+    (reference,) = run_ranks(1, _all_exited, runs[:1])[0]
+    found = run_ranks(2, _all_exited, runs)
+    for number in range(len(runs)):
+        lit.assert_equal([rank[number] for rank in found], reference)

@@ -49,7 +49,7 @@ class Cuts:
     def first(self, state: Hashable, batch: Signature, home: Home) -> None:
         """Begins with the cut that placed the weights."""
         self.memo.learn(self._module, home.cut.trace)
-        step = self._prepared(home.cut, home.stage_to_rank, home, restless=home.cut.trace.draws)
+        step = self._prepared(home.cut, home.stage_to_rank, home, restless=home.cut.trace.restless)
         self._family(state, batch).add(Sample(batch.sizes, home.cut.trace, step))
         self._keep((state, batch), step)
 

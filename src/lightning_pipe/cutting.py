@@ -40,7 +40,7 @@ from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
 from lightning_pipe.split.patching import attributes
-from lightning_pipe.split.paths import Paths
+from lightning_pipe.split.paths import Answers, Paths
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.program import Skipped
 from lightning_pipe.split.rng import Salts, mix
@@ -184,14 +184,14 @@ class PipelineCuts:
         self.conditions.settle()
         self._known = dict(self.module.named_parameters())
         self._ways.note((name, training), trace)
-        if paths.vary:
+        if paths.vary and (paths.best.draws or paths.instead):
             self._ways.varies((name, training))
         else:
             state = self._state_key(name, training=training)
             self._cuts.first(state, signature(piece), self._home)
 
     def _look(self, name: str, piece: Any, rest: tuple[Any, ...], *, training: bool) -> Paths:
-        """Traces the first step, and its other ways if it draws numbers that may decide on them."""
+        """Traces the first step, and its other ways if what it draws or asks may decide on them."""
 
         def look() -> Paths:
             absent = self.blueprint is not None
@@ -199,7 +199,7 @@ class PipelineCuts:
                 trace = partial(self._trace, name, piece, rest, training=training)
                 first = trace()
                 paths = Paths(first, seen=[first])
-                if first.draws and self.layout.num_stages > 1:
+                if first.batch_reads or (first.draws and self.layout.num_stages > 1):
                     paths = look_around(self.module, first, self._cuts.memo, trace)
             return paths
 
@@ -232,6 +232,7 @@ class PipelineCuts:
         like: Trace | None = None,
         key: int = 0,
         salts: Salts | None = None,
+        instead: Answers | None = None,
     ) -> Trace:
         step = getattr(self.module, name)
         if self._home is not None:
@@ -260,6 +261,7 @@ class PipelineCuts:
                 memo=memo,
                 silenced=partial(silenced_loggers, self.module),
                 shared=self._shared,
+                instead=instead,
             )
         if training and self._home is not None:
             self._refuse_strangers(found)

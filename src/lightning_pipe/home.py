@@ -141,8 +141,8 @@ def buffers_outside(module: nn.Module, trace: Trace) -> frozenset[Place]:
 
 
 def _all_units(trace: Trace) -> tuple[str, ...]:
-    """Units that are called, and those that another draw of random numbers may call."""
-    return (*trace.unit_names, *trace.units) if trace.draws else trace.unit_names
+    """Units that are called, and those that another way may call."""
+    return (*trace.unit_names, *trace.units) if trace.restless else trace.unit_names
 
 
 def _split(name: str) -> tuple[str, str]:

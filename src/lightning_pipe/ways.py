@@ -1,9 +1,10 @@
-"""Steps that draw random numbers to decide which units they call: layer drop, stochastic depth.
+"""Steps that decide which units they call: layer drop, stochastic depth, exits by the batch.
 
-A step is *restless* if it draws numbers that Python sees between its units. Most such steps always
-take one way (mixup, masks): they run on the cut of that way, watched, and a step that leaves it is
-undone. Once it is known that ways *vary*, each micro-batch is looked at before it runs: its draws
-are known beforehand, and so is its way, on all ranks. Each way has a cut of its own.
+A step is *restless* if it draws numbers that Python sees between its units, or asks the batch and
+calls other units for another answer. Most such steps always take one way (mixup, masks): they run
+on the cut of that way, watched, and a step that leaves it is undone. Once it is known that ways
+*vary*, each micro-batch is looked at before it runs: its draws and its rows are known beforehand,
+and so is its way, on all ranks. Each way has a cut of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.memo import UnitMemo
-from lightning_pipe.split.paths import Paths, TraceWith, explore
+from lightning_pipe.split.paths import Paths, TraceWith, ask, explore
 from lightning_pipe.split.rng import Salts
 from lightning_pipe.split.trace import Trace
 
@@ -32,7 +33,7 @@ class Ways:
 
     def note(self, step: Step, trace: Trace) -> None:
         """Learns from a trace."""
-        if trace.draws and step not in self._restless:
+        if trace.restless and step not in self._restless:
             self._restless.add(step)
             if self._varying:  # one that is known to vary speaks for the others
                 self._varying.add(step)
@@ -59,31 +60,38 @@ def look_around(
         module: The user's module, whole.
         first: The first trace of the step.
         memo: Where to remember what units do.
-        trace: Traces the step: takes `key`, `salts`, `like` and `memo`.
+        trace: Traces the step: takes `key`, `salts`, `instead`, `like` and `memo`.
 
     Raises:
         CutError: Its ways depend on values of units too.
     """
     memo.learn(module, first)
 
-    def other(key: int, salts: Salts) -> Trace:
-        found = trace(key=key, salts=salts, like=first, memo=memo)
+    def other(key: int, salts: Salts, instead: Mapping[int, int] | None = None) -> Trace:
+        found = trace(key=key, salts=salts, instead=instead, like=first, memo=memo)
         memo.learn(module, found)
         return found
 
     make: TraceWith = other
-    paths = explore(first, make)
+    paths = explore(first, make) if first.draws else Paths(first, seen=[first])
+    ask(paths, make)
     if paths.vary:
         for seen in paths.seen:
             if any(segment < len(seen.calls) for segment, _ in seen.read_values):
                 raise CutError(
-                    "the step draws random numbers that decide which modules it calls, and reads "
-                    "values that modules compute between them (.item(), a condition on a tensor): "
-                    "which modules a micro-batch calls would be known on one stage only. Decide "
-                    "by random numbers only, or put the module that is called or not, and what "
-                    "decides it, into one module."
+                    "the step decides by random numbers or by the batch which modules it calls, "
+                    "and reads values that modules compute between them (.item(), a condition on "
+                    "a tensor): which modules a micro-batch calls would be known on one stage "
+                    "only. Decide by random numbers or the batch only, or put the module that is "
+                    "called or not, and what decides it, into one module."
                 )
-        paths.best = trace(key=paths.key, salts=paths.salts, like=None, memo=None)
+        steered = any(seen.steered for seen in paths.seen)
+        if paths.best is not first:
+            paths.best = trace(
+                key=paths.key, salts=paths.salts, instead=paths.instead, like=None, memo=None
+            )
+        for seen in (first, paths.best):
+            seen.steered = steered
     return paths
 
 

@@ -110,7 +110,7 @@ def compare(
         reference.module, reference.loss, piece(reference.batch, 0), num_stages=num_stages
     )
     paths = Paths(trace, seen=[trace])
-    if trace.draws:
+    if trace.draws or trace.batch_reads:
         paths = _look_around(reference, trace, num_stages)
         trace = paths.best
     for name, value in reference.module.state_dict().items():

@@ -6,7 +6,7 @@ every round adds at least one name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class _Given(NamedTuple):
     device_type: str
     silenced: Silenced | None
     shared: SharedOutcomes | None
+    instead: Mapping[int, Any] | None
 
 
 class _Search:
@@ -128,6 +129,7 @@ def trace_step(
     memo: UnitMemo | None = None,
     silenced: Silenced | None = None,
     shared: SharedOutcomes | None = None,
+    instead: Mapping[int, Any] | None = None,
 ) -> Trace:
     """Trace ``step(batch)`` on fakes and find the units of ``root`` that fit ``num_stages`` stages.
 
@@ -148,11 +150,12 @@ def trace_step(
         memo: What units did before, which spares running all of them; only with ``like``.
         silenced: What to replace so that the step talks to nobody, such as loggers.
         shared: What units did on other ranks that cannot be run on this one.
+        instead: What is read of the batch, by the number of the read, in place of what it says.
 
     Raises:
         CutError: The step cannot be traced; the message names the module and the reason.
     """
-    given = _Given(key, salts, device_type, silenced, shared)
+    given = _Given(key, salts, device_type, silenced, shared, instead)
     search = _Search(root, num_stages, like, memo, given)
     try:
         return _search(search, step, batch)

@@ -1,9 +1,10 @@
 """The ways that a step with random depth may take: which units it calls, and in which order.
 
-Where the step draws numbers between its units (layer drop, stochastic depth), another micro-batch
-may call other units than the one that was traced. All of them need a home before training. So the
-step is traced with other numbers too: until a way is found that calls every unit that was seen, if
-there is one, and enough to know in which order units come.
+Where the step draws numbers between its units (layer drop, stochastic depth), or asks the batch
+(an early exit), another micro-batch may call other units than the one that was traced. All of them
+need a home before training. So the step is traced with other numbers and other answers too: until a
+way is found that calls every unit that was seen, if there is one, and enough to know in which order
+units come.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from lightning_pipe.split.trace import Trace
 _KEYS = 8  # traces with other random keys
 _SALTS = 6  # other numbers at one place
 _MOST_TRACES = 64
+_QUESTIONS = 8  # reads of the batch that are answered in another way
+
+#: number of a read of the batch to what it is taken for
+Answers = Mapping[int, int]
 
 
 class TraceWith(Protocol):
     """Traces the step with other random numbers."""
 
-    def __call__(self, key: int, salts: Salts) -> Trace:
-        """Trace with a random key, and other seeds at some places."""
+    def __call__(self, key: int, salts: Salts, instead: Answers | None = None) -> Trace:
+        """Trace with a random key, other seeds at some places, and other answers of the batch."""
 
 
 @dataclass(slots=True)
@@ -38,12 +43,14 @@ class Paths:
         best: The trace that calls most units.
         key: Its random key.
         salts: Its seeds at some places.
+        instead: Its answers of the batch.
         seen: All traces.
     """
 
     best: Trace
     key: int = 0
     salts: Salts = field(default_factory=dict)
+    instead: Answers = field(default_factory=dict)
     seen: list[Trace] = field(default_factory=list)
 
     @property
@@ -85,8 +92,9 @@ class Paths:
                 choices = [stage for stage in homes[call.unit] if stage >= at]
                 if not choices:
                     raise CutError(
-                        "the step draws random numbers that decide in which order its units are "
-                        f"called, and '{call.unit}' comes before and after units of other stages: "
+                        "the step decides by random numbers or by the batch in which order its "
+                        f"units are called, and '{call.unit}' comes before and after units of "
+                        "other stages: "
                         "no schedule runs that. Keep the order and leave units out only, or put "
                         "the modules whose order changes into one module that split_points keep "
                         "whole."
@@ -160,6 +168,41 @@ def _climb(paths: Paths, trace: TraceWith) -> None:
                 here, salts = other, tried
                 break
         place += 1
+
+
+def ask(paths: Paths, trace: TraceWith) -> None:
+    """Look for other ways of a step that asks the batch: what if it had answered otherwise?
+
+    What calls the same units is no other way, and what fails is none at all.
+
+    Args:
+        paths: What was seen by now.
+        trace: Makes others; the same ones on every rank.
+    """
+    here, instead = paths.best, dict(paths.instead)
+    asked = 0
+    while asked < min(len(here.batch_reads), _QUESTIONS) and len(paths.seen) < _MOST_TRACES:
+        for answer in _others(here.batch_reads[asked]):
+            tried = {**instead, asked: answer}
+            try:
+                other = trace(paths.key, paths.salts, tried)
+            except Exception:
+                continue
+            if [c.unit for c in other.calls] == [c.unit for c in here.calls]:
+                continue
+            here.steered = other.steered = True
+            paths.seen.append(other)
+            if len(other.unit_names) > len(paths.best.unit_names):
+                paths.best = here = other
+                paths.instead = instead = tried
+        asked += 1
+
+
+def _others(answer: int) -> tuple[int, ...]:
+    """Other answers to try."""
+    if isinstance(answer, bool):
+        return (not answer,)
+    return (0, answer + 1) if answer else (1,)
 
 
 def _note(paths: Paths, seen: Trace, key: int, salts: Salts) -> None:

@@ -136,7 +136,7 @@ class StageProgram:
         self._runs_again = self._calls_to_run_again()
         #: whether anything here runs again in the backward, so that its halves cost too much
         self.recomputes = False
-        others = self._trace.units if self._trace.draws else ()
+        others = self._trace.units if self._trace.restless else ()
         names = dict.fromkeys((*self._trace.unit_names, *others))
         self._units = [(name, root.get_submodule(name)) for name in names]
         self._ghosts: dict[ValueKey, Tensor] = {}

@@ -274,6 +274,7 @@ class ValueLedger(TorchFunctionMode):
         pinned: Torch functions that failed on fakes: whoever calls them needs their inputs.
         recomputed: Tells whether a checkpointed region is open: what it makes is made again in the
             backward, from its inputs.
+        instead: What is read of the batch, by the number of the read, in place of what it says.
         anew: Told after a torch call drew numbers that other stages cannot pass over, with its
             place.
     """
@@ -286,12 +287,14 @@ class ValueLedger(TorchFunctionMode):
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
         recomputed: Callable[[], bool] = lambda: False,
+        instead: Mapping[int, Any] | None = None,
         anew: Callable[[int, int], None] = lambda segment, count: None,
     ) -> None:
         super().__init__()
         self._operators = operators
         self._anew = anew
         self._recomputed = recomputed
+        self._instead = instead or {}
         self._pinned = pinned
         self._truth = truth
         self._known_reads = known_reads or {}
@@ -316,6 +319,8 @@ class ValueLedger(TorchFunctionMode):
         #: what conditions on fakes were taken for, in their order
         self.guesses: list[bool] = []
         self.read_values: dict[tuple[int, int], Any] = {}
+        #: truth values and whole numbers that were read of nothing but the batch, in their order
+        self.batch_reads: list[int] = []
         #: torch functions that failed on fakes
         self.failed: set[str] = set()
 
@@ -362,6 +367,7 @@ class ValueLedger(TorchFunctionMode):
         if _name(func) in _PLACEHOLDERS:
             self._operators.read_draws |= any(self._operators.is_drawn(t) for t in inputs)
             self._note_read(out, parents, inputs)
+            out = self._of_batch(out, parents, inputs)
         elif self._operators.value_reads != reads or _name(func) in self._pinned:
             self.control |= parents
         if self._operators.random_draws != draws:
@@ -420,6 +426,15 @@ class ValueLedger(TorchFunctionMode):
         self._read_count[self.segment] += 1
         if not any(is_fake(t) for t in inputs):
             self.read_values[place] = out
+
+    def _of_batch(self, out: Any, parents: Sources, inputs: list[Tensor]) -> Any:
+        """What is read of the batch alone: every stage reads the same."""
+        drawn = any(is_fake(t) or self._operators.is_drawn(t) for t in inputs)
+        if parents or drawn or not isinstance(out, int):
+            return out
+        number = len(self.batch_reads)
+        self.batch_reads.append(out)
+        return self._instead.get(number, out)
 
     def _record(self, func: Any, out: Any, inputs: list[Tensor], parents: Sources) -> None:
         outputs = tensors(out)

@@ -217,12 +217,21 @@ class Trace:
     script: tuple[tuple[str, ...], ...] = ()
     #: whether the glue drew numbers that Python sees: they may decide which units are called
     draws: bool = False
+    #: what the glue read of the batch: truth values and whole numbers, in their order
+    batch_reads: tuple[int, ...] = ()
+    #: whether these are known to decide which units are called
+    steered: bool = False
     #: all units, called or not
     units: tuple[str, ...] = ()
     #: units that did not run: they were taken to do what units like them did before
     repeated: frozenset[str] = frozenset()
     #: the shapes at other sizes, for a trace that was not seen but derived from others
     derived: Mapping[ValueKey, Meta] | None = None
+
+    @property
+    def restless(self) -> bool:
+        """Whether another batch or other random numbers may call other units."""
+        return self.draws or self.steered
 
     @property
     def unit_names(self) -> tuple[str, ...]:

@@ -112,6 +112,7 @@ class Tracer:
             it would have said.
         shared: What units did on other ranks that cannot be run here.
         drawing: Modules that are known to draw.
+        instead: What is read of the batch, by the number of the read, in place of what it says.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Tracer:
         silenced: Silenced | None = None,
         shared: SharedOutcomes | None = None,
         drawing: Drawing | None = None,
+        instead: Mapping[int, Any] | None = None,
     ) -> None:
         self._shared = SharedOutcomes() if shared is None else shared
         self._silenced = silenced
@@ -161,6 +163,7 @@ class Tracer:
             known_reads=known_reads,
             pinned=pinned,
             recomputed=lambda: self._regions.inside,
+            instead=instead,
             anew=self.streams.random.seed,
         )
         self.calls: list[UnitCall] = []
@@ -305,6 +308,8 @@ class Tracer:
             ),
             script=self.values.script(),
             draws=self.streams.num_moves > self._moves_in_units or self.operators.read_draws,
+            batch_reads=tuple(self.values.batch_reads),
+            steered=bool(self._like and self._like.steered and self.values.batch_reads),
             units=tuple(self._units),
             repeated=frozenset(self._repeated),
         )

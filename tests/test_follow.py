@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests import lit
 from tests.helpers import run_ranks
 from torch.utils.data import DataLoader
 
-from lightning_pipe import PipelineStrategy
+from lightning_pipe import PipelineStrategy, manners
 from lightning_pipe.errors import PlanError
 from lightning_pipe.follow import compare
 from lightning_pipe.layout import Layout
@@ -39,8 +40,27 @@ def test_a_large_gap_is_said() -> None:
     assert "LARGE GAP: a step takes 1.67 times what was predicted" in text
     assert "LARGE GAP: idle 32% more than predicted, most of it waiting and Python" in text
     assert "LARGE GAP: rank 1 holds 2.00 times what was predicted" in text
-    assert "holds" not in compare(25.0, slow, (2**30, 2**31), wrong, whole_process=True)
+    text = compare(25.0, slow, (2**30, 2**31), wrong, whole_process=True)
+    assert "holds" not in text
+    assert re.search(r"process of rank 1 +- +2.0 GiB", text)
     assert "LARGE" not in compare(25.0, slow, (2**30, 2**31), None, whole_process=False)
+
+
+def test_a_plan_is_shown_once() -> None:
+    said: list[str] = []
+    one = Plan((stage_of(0, "a", "b", 2), stage_of(1, "c", "d", 2)), "1f1b", 2, 1, 4, "auto", 0.2)
+    other = replace(one, stages=(stage_of(0, "a", "c", 3), stage_of(1, "d", "d", 1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manners, "rank_zero_info", said.append)
+        shown = None
+        for plan in (one, replace(one, schedule_name="gpipe"), other):
+            shown = manners.show_plan(plan, shown)
+    assert shown is other
+    assert [text.splitlines()[0].split(",")[0] for text in said] == [
+        "Pipeline 1f1b: 2 ranks",
+        "Pipeline: the stages are those shown before",
+        "Pipeline 1f1b: 2 ranks",
+    ]
 
 
 def fit_with_plan(plan: Any) -> tuple[Any, list[str]]:

@@ -158,3 +158,10 @@ print(min(times_s))
 """
     cached = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     assert float(run_python(code, **cached).stdout) < 1e-3
+
+
+def test_the_quickstart_lists_every_name() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "quickstart.md").read_text()
+    for name, arguments in STRATEGIES.items():
+        given = ", ".join(f"{k}={v!r}".replace("'", '"') for k, v in arguments.items())
+        assert f'| `"{name}"` | `PipelineStrategy({given})`' in text

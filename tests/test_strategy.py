@@ -57,13 +57,22 @@ def _planned():
     trainer = lit.trainer({"num_microbatches": 4}, 2)
     trainer.fit(module, DataLoader(lit.tokens(), batch_size=8))
     plan = trainer.strategy.plan
-    return plan.to_dict(), [s.replicated_parameters for s in plan.stages]
+    less = lit.trainer({"num_microbatches": 8}, 2, limit_train_batches=1)
+    less.fit(lit.seeded(lit.Lit), DataLoader(lit.rows(), batch_size=4))
+    notes = [*plan.notes, *less.strategy.plan.notes]
+    return plan.to_dict(), [s.replicated_parameters for s in plan.stages], notes
 
 
 def test_the_plan_is_known_on_all_ranks_and_names_tied_weights():
     plans = run_ranks(2, _planned)
     assert plans[0] == plans[1]
-    plan, replicated = plans[0]
+    plan, replicated, notes = plans[0]
+    idle = "1f1b leaves 2 ranks idle for 20% of a step; 8 micro-batches or more are good"
+    assert notes == [
+        f"4 micro-batches: {idle}: give num_microbatches=8",
+        "4 micro-batches, 8 were asked for, and the batch has rows for no more: "
+        f"{idle}: it takes 8 rows or more",
+    ]
     assert plan["num_microbatches"] == 4
     assert [stage["rank"] for stage in plan["stages"]] == [0, 1]
     assert replicated == [("net.embed.weight",), ("net.embed.weight",)]

@@ -507,14 +507,16 @@ def _predicted(strategy, with_writer):
     return [[None if p is None else p.tolist() for p in part] for part in found], writer.written
 
 
-def test_predictions_are_in_order_on_rank_0_and_on_all_ranks_that_write_them():
+def _predicted_in_three_ways():
+    only_first = {"share_predictions": False}
+    return [_predicted(*case) for case in (({}, False), (only_first, True), (only_first, False))]
+
+
+def test_predictions_are_in_order_on_all_ranks_or_on_those_that_write_them():
     expected, written = run_ranks(1, _predicted, None, True)[0]
-    with_writer = run_ranks(2, _predicted, {}, True)
-    assert with_writer == [(expected, written)] * 2
-    without = [found for found, _ in run_ranks(2, _predicted, {}, False)]
-    assert without == [expected, [[None] * 3, [None]]]
-    shared = run_ranks(2, _predicted, {"share_predictions": True}, False)
-    assert [found for found, _ in shared] == [expected] * 2
+    first, second = run_ranks(2, _predicted_in_three_ways)
+    assert first == [(expected, []), (expected, written), (expected, [])]
+    assert second == [*first[:2], ([[None] * 3, [None]], [])]
 
 
 class _Generates(lit.LitTied):
@@ -534,5 +536,4 @@ def _generated(strategy):
 
 def test_a_loop_that_generates_runs_over_all_stages():
     expected = run_ranks(1, _generated, None)[0]
-    arguments = {"num_microbatches": 2, "share_predictions": True}
-    assert run_ranks(2, _generated, arguments) == [expected] * 2
+    assert run_ranks(2, _generated, {"num_microbatches": 2}) == [expected] * 2

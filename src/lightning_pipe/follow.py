@@ -93,7 +93,8 @@ def compare(
         guess = "-" if prediction is None else f"{getattr(prediction, name):.1%}"
         rows.append([label, guess, f"{getattr(parts, name):.1%}"])
     memory = "process of rank" if whole_process else "peak of rank"
-    guesses = () if prediction is None else prediction.peak_bytes
+    # a process on the CPU holds Python and torch beside the model
+    guesses = () if prediction is None or whole_process else prediction.peak_bytes
     for number, held in enumerate(peak_bytes):
         guess = format_bytes(guesses[number]) if number < len(guesses) else "-"
         rows.append([f"{memory} {number}", guess, format_bytes(held)])

@@ -131,6 +131,18 @@ def move_own(module: nn.Module, device: torch.device) -> None:
     seam.set_device(module, device)
 
 
-def show_plan(plan: Plan) -> None:
-    """Shows a plan as a table, on the console of this process."""
+def show_plan(plan: Plan, shown: Plan | None) -> Plan:
+    """Shows a plan as a table, on the console of this process, or that it is the last again.
+
+    Returns:
+        The plan whose table was shown last.
+    """
+    if shown is not None and _stages_of(shown) == _stages_of(plan):
+        rank_zero_info("Pipeline: the stages are those shown before")
+        return shown
     rank_zero_info(f"Pipeline {plan.describe()}")
+    return plan
+
+
+def _stages_of(plan: Plan) -> list[tuple[int, str, str, int]]:
+    return [(s.rank, s.first_unit, s.last_unit, s.parameters) for s in plan.stages]

@@ -29,6 +29,8 @@ from lightning_pipe.planning.choose import Search, search
 from lightning_pipe.planning.conclude import plan_of
 from lightning_pipe.planning.costs import (
     FREE,
+    GUESSED_CPU_FLOPS_PER_S,
+    GUESSED_CPU_LINK,
     GUESSED_FLOPS_PER_S,
     GUESSED_LINK,
     CostTable,
@@ -100,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--flops-per-s",
         type=float,
-        default=GUESSED_FLOPS_PER_S,
-        help="of a device, if nothing is measured",
+        help=f"of a device, if nothing is measured: {GUESSED_FLOPS_PER_S:g}, or "
+        f"{GUESSED_CPU_FLOPS_PER_S:g} with accelerator=cpu",
     )
     add("--measure", metavar="DEVICE", help="time each unit on this device, such as cpu or cuda:0")
     add("--costs", metavar="FILE", help="costs that --save-costs wrote")
@@ -121,7 +123,8 @@ class _NoTraining(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """One process on the CPU, whatever the config says; its strategy is read, not used."""
         asked = self._get(self.config_init, "trainer", default={})
-        self.asked = {key: asked[key] for key in ("strategy", "devices", "num_nodes", "precision")}
+        wanted = ("strategy", "accelerator", "devices", "num_nodes", "precision")
+        self.asked = {key: asked[key] for key in wanted}
         alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
         quiet = {"logger": False, "callbacks": [], "enable_progress_bar": False, "profiler": None}
         quiet |= {"enable_checkpointing": False, "enable_model_summary": False}
@@ -166,6 +169,7 @@ class _Fit:
                 parser_kwargs={"prog": "lightning-pipe plan"},
             )
         self.module: LightningModule = cli.model
+        self.on_cpu = cli.asked["accelerator"] == "cpu"
         self.devices = _count(cli.asked["devices"]) * int(cli.asked["num_nodes"])
         self.arguments = _strategy_arguments(cli.asked["strategy"])
         self._trainer = cli.trainer
@@ -232,10 +236,10 @@ def _search(fit: _Fit, options: Any) -> tuple[Search, CostTable | None]:
     table = known
     if known is None and options.measure:
         table = fit.measure(finest, first, torch.device(options.measure))
-    rough = _priced(fit.profile(finest, first), table, options)
+    rough = _priced(fit, fit.profile(finest, first), table, options)
     chosen = search(rough, request).chosen.candidate
     stages = chosen.num_ranks * chosen.virtual_stages
-    profile = _priced(fit.profile(stages, chosen.num_microbatches), table, options)
+    profile = _priced(fit, fit.profile(stages, chosen.num_microbatches), table, options)
     found = search(profile, request)
     now = found.chosen.candidate
     if now.num_ranks * now.virtual_stages != stages:  # the coarser trace led elsewhere
@@ -258,9 +262,10 @@ def _known_costs(fit: _Fit, options: Any) -> CostTable | None:
     return table
 
 
-def _priced(profile: Profile, table: CostTable | None, options: Any) -> Profile:
+def _priced(fit: _Fit, profile: Profile, table: CostTable | None, options: Any) -> Profile:
     if table is None:
-        return profile.with_flops_per_s(options.flops_per_s)
+        guessed = GUESSED_CPU_FLOPS_PER_S if fit.on_cpu else GUESSED_FLOPS_PER_S
+        return profile.with_flops_per_s(options.flops_per_s or guessed)
     return profile.with_costs(table)
 
 
@@ -277,6 +282,7 @@ def _request(fit: _Fit, options: Any, known: CostTable | None) -> Request:
     asked = {"all": True, "none": False}.get(given.get("activation_checkpointing", "auto"))
     if num_ranks is not None:
         Layout(num_ranks, **{k: v for k, v in given.items() if k != "pipeline_parallel_size"})
+    guessed = GUESSED_CPU_LINK if fit.on_cpu else GUESSED_LINK
     return Request(
         rows=fit.rows,
         devices=devices,
@@ -291,7 +297,7 @@ def _request(fit: _Fit, options: Any, known: CostTable | None) -> Request:
         headroom_fraction=options.headroom,
         topology=Topology(
             options.devices_per_node,
-            _link(options.link, _measured(known, "link") or GUESSED_LINK),
+            _link(options.link, _measured(known, "link") or guessed),
             _link(options.node_link, _measured(known, "node_link") or _NODE_LINK)
             if options.devices_per_node
             else None,

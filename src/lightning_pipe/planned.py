@@ -91,7 +91,7 @@ def make_plan(
             *trace.notes,
             *reasons,
             *_shared_buffers(layout, trace, cut),
-            *_few_microbatches(layout, schedule, idle_fraction),
+            *_few_microbatches(layout, schedule, idle_fraction, profile.rows),
         ),
         checkpointing=bool(again),
         prediction=prediction,
@@ -143,13 +143,21 @@ def _shared_buffers(layout: Layout, trace: Trace, cut: StepCut) -> tuple[str, ..
     )
 
 
-def _few_microbatches(layout: Layout, schedule: Schedule, idle_fraction: float) -> tuple[str, ...]:
-    """A note where more micro-batches would keep the ranks clearly busier."""
-    good = 4 * layout.num_ranks
-    if layout.num_ranks == 1 or schedule.num_microbatches >= good or idle_fraction < 0.1:
+def _few_microbatches(
+    layout: Layout, schedule: Schedule, idle_fraction: float, rows: int
+) -> tuple[str, ...]:
+    """A note where more micro-batches of the `rows` that they have now would keep the ranks clearly
+    busier."""
+    good, now = 4 * layout.num_ranks, schedule.num_microbatches
+    if layout.num_ranks == 1 or now >= good or idle_fraction < 0.1:
         return ()
+    asked = layout.num_microbatches
+    less = f", {asked} were asked for, and the batch has rows for no more" if asked != now else ""
+    way = f"give num_microbatches={good}" if rows * now >= good else f"it takes {good} rows or more"
+    if layout.microbatch_size is not None:
+        way = "a step then draws as many more rows"
     return (
-        f"{schedule.num_microbatches} micro-batches: {schedule.name} leaves {layout.num_ranks} "
-        f"ranks idle for {idle_fraction:.0%} of a step; {good} or more are good, which takes "
-        f"batches of as many rows",
+        f"{now} micro-batch{'es' if now > 1 else ''}{less if asked is not None else ''}: "
+        f"{schedule.name} leaves {layout.num_ranks} ranks idle for {idle_fraction:.0%} of a step; "
+        f"{good} micro-batches or more are good: {way}",
     )

@@ -109,8 +109,8 @@ class PipelineStrategy(PipelineReadings):
             balanced, and what is "auto" is chosen, by measured times and not by FLOPs.
         restore_model: Which ranks hold the whole model again afterwards: "all", "rank_zero",
             "none", or "auto": all if the host has the memory.
-        share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks, and not
-            on global rank 0 only.
+        share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks. False
+            saves sending and memory: all but global rank 0 return None for each batch.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
         start_method: How processes are started: "popen" runs the script again, "spawn" and "fork"
@@ -148,7 +148,7 @@ class PipelineStrategy(PipelineReadings):
         plan: str | None = None,
         costs: str | None = None,
         restore_model: str = "auto",
-        share_predictions: bool = False,
+        share_predictions: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: str = "popen",
@@ -190,6 +190,7 @@ class PipelineStrategy(PipelineReadings):
         self._pipeline: Pipeline | None = None
         self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
+        self._shown_plan: Plan | None = None
         self._hooks: Hooks | None = None
         self._undo: list[Callable[[], None] | None] = []
         self._postponed = False
@@ -345,7 +346,7 @@ class PipelineStrategy(PipelineReadings):
         self._spread.watch_buffers()
         self._plan = self._pipeline.plan
         if self._plan is not None and self._own_ranks.is_first:
-            show_plan(self._plan)
+            self._shown_plan = show_plan(self._plan, self._shown_plan)
 
     @override
     def model_to_device(self) -> None:
@@ -409,7 +410,11 @@ class PipelineStrategy(PipelineReadings):
                 training=training,
                 share_output=training
                 or seam.reads_outputs(trainer, name)
-                or (self._share_predictions and name == "predict_step"),
+                or (
+                    name == "predict_step"
+                    and self._share_predictions
+                    and trainer.predict_loop.return_predictions
+                ),
                 loss_scale=scaler.get_scale() if training and scaler is not None else 1.0,
             )
 

@@ -96,6 +96,14 @@ def test_a_small_batch_is_said() -> None:
     assert "M=6 is 1.5 x P, less than the 4 x P that keep ranks busy" in "\n".join(explain(found))
 
 
+def test_a_model_too_small_for_its_link_is_said_and_not_told_to_take_more() -> None:
+    link = LinkCosts(latency_s=1.0, bytes_per_s=1e9)
+    found = search(HEAVY, Request(rows=8, devices=2, num_ranks=2, topology=Topology(None, link)))
+    lines = "\n".join(explain(found))
+    assert "of the time is communication: at these speeds (guessed from FLOPs" in lines
+    assert "4 x P" not in lines
+
+
 def test_interleaving_must_pay_for_its_communication() -> None:
     even = llm(64, vocabulary=1)
     request = Request(rows=8, devices=8, num_ranks=8, num_microbatches=8)

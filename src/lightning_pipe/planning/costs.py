@@ -76,6 +76,9 @@ FREE = LinkCosts()
 GUESSED_FLOPS_PER_S = 1e14
 """Of a device, and its link to a neighbour, where nothing is measured: a large accelerator's."""
 GUESSED_LINK = LinkCosts(latency_s=1e-5, bytes_per_s=5e10)
+GUESSED_CPU_FLOPS_PER_S = 2e10
+"""Of a core, and its link to another process of the machine."""
+GUESSED_CPU_LINK = LinkCosts(latency_s=2e-4, bytes_per_s=1e9)
 
 
 @dataclass(frozen=True, slots=True)

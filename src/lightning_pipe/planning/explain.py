@@ -101,11 +101,23 @@ def _why_not(outcome: Outcome, found: Search) -> str:
     return f"{-ratio:.1%} faster, which does not pay for what it adds ({idle})"
 
 
+_MOSTLY = 0.5  # communication above which more micro-batches are no advice
+
+
 def _microbatches(found: Search) -> Iterable[str]:
     """M >= 4P first: what M is, and what a larger batch would gain."""
     chosen, request = found.chosen, found.request
     now = chosen.candidate
     if now.num_ranks == 1:
+        return
+    waits = parts_of(chosen, request).communication_fraction
+    if waits > _MOSTLY:
+        yield (
+            f"{waits:.0%} of the time is communication: at these speeds "
+            f"({found.profile.basis}) sending a micro-batch takes longer than computing it. Give "
+            "larger micro-batches, fewer stages or a larger model, or measure: --measure times the "
+            "units on your device, `lightning-pipe link` what is between two"
+        )
         return
     ratio = now.num_microbatches / now.num_ranks
     rule = f"M={now.num_microbatches} is {ratio:.3g} x P"

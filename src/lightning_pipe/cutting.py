@@ -49,6 +49,7 @@ from lightning_pipe.split.scout import find_way
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail.loggers import silenced_loggers
+from lightning_pipe.tail.losses import need_loss
 from lightning_pipe.ways import Ways, look_around, more_parameters
 from lightning_pipe.work import Context
 
@@ -242,6 +243,8 @@ class PipelineCuts:
             value = step(batch, *rest)
             if training and value is None:
                 raise Skipped
+            if training:
+                need_loss(value)
             return value
 
         with (

@@ -26,6 +26,7 @@ from lightning_pipe.split.units import modules_of
 from lightning_pipe.statistics import DeferredStatistics
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators
+from lightning_pipe.tail.losses import need_loss
 
 Context = Callable[[str], AbstractContextManager[Any]]
 
@@ -115,17 +116,13 @@ class StepRun:
         self.recorded.append(result.recorded)
         if self.training and result.value is None:
             raise Skipped
+        if self.training:
+            need_loss(result.value)
         loss, factor = self.tail.returned(result.value, microbatch)
         return (self._weighted(loss, factor, received),) if self.training else ()
 
-    def _weighted(self, loss: Any, factor: float, received: tuple[Tensor, ...]) -> Tensor:
+    def _weighted(self, loss: Tensor, factor: float, received: tuple[Tensor, ...]) -> Tensor:
         """The loss of a micro-batch as it goes backward."""
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                "In automatic optimization, `training_step` must return a Tensor or a "
-                "dict with the key "
-                f"'loss'; it returned {type(loss).__name__}."
-            )
         if factor == 0:
             return self._nothing(received)
         weight = factor * self.loss_scale

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from tests import lit
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import BatchError
 from lightning_pipe.tail.denominators import Denominators
@@ -98,3 +101,23 @@ def test_what_losses_divide_by_is_seen(function, arguments, differ):
             function(logits[rows], target[rows], **arguments)
             F.mse_loss(logits, logits)
     assert seen.differ([2, 2]) is differ
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"los": torch.ones(())}, "the dict that it returned has the keys 'los'"),
+        ({}, "has the keys none"),
+        ({"loss": 1.0}, "'loss' in what it returned is float"),
+        (1.0, "it returned float"),
+    ],
+)
+def test_what_is_no_loss_is_named_when_the_step_is_traced(value: Any, message: str) -> None:
+    class Module(lit.Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.loss(batch)
+            return value
+
+    with pytest.raises(TypeError, match=message) as raised:
+        lit.trainer({"num_microbatches": 2}, 1).fit(Module(), DataLoader(lit.rows(8), batch_size=8))
+    assert "see_together" in [entry.name for entry in raised.traceback]

@@ -43,6 +43,27 @@ def split_loss(value: Any) -> tuple[Any, Weight]:
     return loss, float(weight)
 
 
+def need_loss(value: Any) -> Tensor:
+    """The loss in what a training step returned.
+
+    Raises:
+        TypeError: There is none.
+    """
+    loss = value.get("loss") if isinstance(value, Mapping) else value
+    if isinstance(loss, Tensor):
+        return loss
+    found = f"it returned {type(value).__name__}"
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(repr, value)) or "none"
+        found = f"the dict that it returned has the keys {keys}"
+        if "loss" in value:
+            found = f"'loss' in what it returned is {type(loss).__name__}"
+    raise TypeError(
+        "In automatic optimization, `training_step` must return a Tensor or a dict with the key "
+        f"'loss'; {found}."
+    )
+
+
 class LossWeights:
     """The weights of the losses of one step.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.planning.test_attribution import as_measured
 
-from lightning_pipe.planning.attribution import attribute_bubble, mean_bubble
+from lightning_pipe.planning.attribution import MeasuredBubble, attribute_bubble, mean_bubble
 from lightning_pipe.planning.costs import LinkCosts, StageCosts
 from lightning_pipe.planning.doctor import Run, diagnose, examine, loss_jump
 from lightning_pipe.planning.schedules import make_schedule
@@ -41,6 +41,16 @@ def test_a_slow_stage_is_named_with_its_ratio(name: str, slow: int) -> None:
     )
     assert (verdict.cause, verdict.stage) == ("imbalance", slow)
     assert verdict.ratio == pytest.approx(2.0, rel=0.1)
+
+
+def test_python_that_takes_twice_as_long_as_uneven_stages_wait_is_named() -> None:
+    run = Run.of(make_schedule("1f1b", num_ranks=2, num_microbatches=8))
+    parts = MeasuredBubble(0.06, 0.107, 0.098, 0.251, (0.541, 0.491), (0.459, 0.508))
+    verdict = diagnose(parts, run)
+    assert verdict.cause == "host"
+    assert "idle for 51.6% of the time: 25.1% is neither computing nor waiting" in verdict.text
+    even = MeasuredBubble(0.06, 0.157, 0.098, 0.251, (0.541, 0.591), (0.459, 0.508))
+    assert diagnose(even, run).cause == "imbalance"
 
 
 def test_a_slow_link_is_named() -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipe.callbacks.needs import need_steps
@@ -122,7 +123,8 @@ class PipelineProgress(Callback):
         self._before_validation = dict(trainer.progress_bar_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking:
+        # `trainer.validate` prints a table, and knows of no steps
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         before = self._before_validation
         metrics = trainer.progress_bar_metrics

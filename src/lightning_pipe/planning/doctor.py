@@ -155,15 +155,15 @@ def diagnose(found: MeasuredBubble, run: Run) -> Verdict:
     few = run.num_microbatches < 4 * run.num_ranks
     if few and found.fill_drain_fraction > max(_IDLE, found.imbalance_fraction / 2):
         return _raise_microbatches(found, run)
-    if found.imbalance_fraction > _IDLE:
-        return _rebalance(found, run)
     waiting = max(found.communication_fraction, found.host_fraction)
+    if found.imbalance_fraction > max(_IDLE, waiting / 2):
+        return _rebalance(found, run)
     if waiting > _IDLE and found.communication_fraction >= found.host_fraction:
         return _slow_links(found, run)
     if waiting > _IDLE:
         return Verdict(
             "host",
-            f"The ranks are idle for {whole:.1%} of the time, {found.host_fraction:.1%} of it "
+            f"The ranks are idle for {whole:.1%} of the time: {found.host_fraction:.1%} is "
             "neither computing nor waiting: Python between the actions takes longer than the work "
             "hides.",
             "Use larger micro-batches, fewer virtual stages, or less work in the step outside of "
@@ -171,8 +171,8 @@ def diagnose(found: MeasuredBubble, run: Run) -> Verdict:
         )
     return Verdict(
         "healthy",
-        f"Healthy: the ranks are idle for {whole:.1%} of the time, and {run.schedule_name} with "
-        f"{run.num_microbatches} micro-batches has {found.fill_drain_fraction:.1%} of that itself.",
+        f"Healthy: the ranks are idle for {whole:.1%} of the time: {found.fill_drain_fraction:.1%} "
+        f"are those of {run.schedule_name} with {run.num_microbatches} micro-batches itself.",
     )
 
 
@@ -225,8 +225,8 @@ def _raise_microbatches(found: MeasuredBubble, run: Run) -> Verdict:
     better = 4 * run.num_ranks
     return Verdict(
         "bubble",
-        f"The ranks are idle for {found.bubble_fraction:.1%} of the time, "
-        f"{found.fill_drain_fraction:.1%} of it while the pipeline fills and drains: "
+        f"The ranks are idle for {found.bubble_fraction:.1%} of the time: "
+        f"{found.fill_drain_fraction:.1%} while the pipeline fills and drains: "
         f"{run.num_microbatches} micro-batches are few for {run.num_ranks} ranks.",
         f"Give num_microbatches={better} with as many rows in a micro-batch: about "
         f"{_saved_by(found, run.num_microbatches, better):.0%} less time for a sample. If the "
@@ -267,8 +267,8 @@ def _rebalance(found: MeasuredBubble, run: Run) -> Verdict:
     ratio = times[slowest] / mean if mean else float("inf")
     return Verdict(
         "imbalance",
-        f"The ranks are idle for {found.bubble_fraction:.1%} of the time, "
-        f"{found.imbalance_fraction:.1%} of it waiting for stage {slowest}, which takes "
+        f"The ranks are idle for {found.bubble_fraction:.1%} of the time: "
+        f"{found.imbalance_fraction:.1%} waiting for stage {slowest}, which takes "
         f"{ratio:.2f} times as long as the others on average.",
         _better_cut(times, run.unit_counts, slowest),
         slowest,
@@ -301,8 +301,8 @@ def _better_cut(times: Sequence[float], counts: Sequence[int], slowest: int) -> 
 def _slow_links(found: MeasuredBubble, run: Run) -> Verdict:
     return Verdict(
         "communication",
-        f"The ranks are idle for {found.bubble_fraction:.1%} of the time, "
-        f"{found.communication_fraction:.1%} of it waiting for values that the stage before had "
+        f"The ranks are idle for {found.bubble_fraction:.1%} of the time: "
+        f"{found.communication_fraction:.1%} waiting for values that the stage before had "
         f"computed already: the links are slow, or each transfer is small.{_worst(found, run)}",
         "Use larger micro-batches (fewer of them, or a larger batch), fewer virtual stages, "
         'split_points where less crosses (see "sends" in the plan), or ranks of one machine.',

@@ -29,8 +29,9 @@ from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.patching import find_metrics
-from lightning_pipe.split.rng import generators_of, mix, preserved
+from lightning_pipe.split.rng import mix, preserved
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.signature import signature

@@ -445,3 +445,19 @@ def test_nested_outputs_with_holes_are_rebuilt() -> None:
         return net.last(h + extra)
 
     exact(case(run, lambda: [Nested(index % 2 == 0) for index in range(4)]))
+
+
+def test_a_backward_hook_keeps_its_module_whole() -> None:
+    """It is given the gradients of the inputs and outputs of a call, and may change them."""
+
+    def blocks() -> list[nn.Module]:
+        made = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)]
+        made[1].register_full_backward_hook(lambda _, grads, __: tuple(2 * g for g in grads))
+        return list(made)
+
+    found = compare(case(lambda net, x: net.last(net.residuals(net.first(x))), blocks), 4)
+    assert (found.missing, found.gradient_error < 1e-6) == ([], True)
+    assert {"blocks.0.0", "blocks.1", "blocks.2.2"} <= set(found.cut.trace.unit_names)
+    assert "blocks.1 kept whole: blocks.1 stays whole: its backward hook" in str(
+        found.cut.trace.notes
+    )

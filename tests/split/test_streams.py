@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.split.parity import MICROBATCHES, compare, own_streams, piece
 from tests.zoo.modules import Case
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +25,7 @@ from lightning_pipe.split.program import StageProgram, StepResult
 from lightning_pipe.split.streams import draw_in_vain
 
 WIDTH, BLOCKS = 8, 3
+CUTS = ((1, False), (2, True), (2, False))  # stages, and whether blocks run again
 
 
 class Noise(nn.Module):
@@ -173,6 +176,70 @@ def test_draws_for_values_of_other_stages_move_the_stream_of_the_glue(draw: str)
         losses.append(found.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+class OpenedGlue(Glue):
+    """The same around blocks that are opened for more stages."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(draw)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+
+VALUES = {
+    "gamma": DRAWS["gamma"],
+    "refused": DRAWS["refused"],
+    # its check of the values makes the trace a real one
+    "categorical": lambda h: F.one_hot(Categorical(logits=h.detach()).sample(), WIDTH),
+}
+
+
+@pytest.mark.parametrize("draw", sorted(VALUES))
+def test_code_of_the_step_that_draws_by_values_draws_the_same_around_opened_blocks(
+    draw: str,
+) -> None:
+    def build() -> Case:
+        torch.manual_seed(0)
+        net = OpenedGlue(VALUES[draw]).double()
+        return Case(net, net, torch.randn(4, WIDTH, dtype=torch.float64))
+
+    found = [compare(build, num_stages) for num_stages in (1, 4)]
+    assert found[0].cut.trace.unit_names != found[1].cut.trace.unit_names
+    assert all((one.missing, one.gradient_error < 1e-9) == ([], True) for one in found)
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-12)
+
+
+GLOBAL = np.random.RandomState(5)
+
+
+class Keeps:
+    """An object that is no module, with generators of its own."""
+
+    def __init__(self) -> None:
+        self.inside = {"list": [torch.Generator().manual_seed(3)], "python": random.Random(3)}
+
+
+class NoiseOfObject(nn.Module):
+    """Draws from generators that are not attributes of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps, self.linear = Keeps(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Any = self.keeps.inside
+        scale = 1 + inside["python"].random() + GLOBAL.random_sample()
+        return self.linear(x) * scale + torch.rand(WIDTH, generator=inside["list"][0]).to(x)
+
+
+def test_generators_of_objects_and_of_files_are_seeded_too() -> None:
+    """By each stage for itself, in the first run and when a block runs again."""
+    before = GLOBAL.get_state()[1].copy()
+    found = [compare(lambda: _build(NoiseOfObject), n, again=again) for n, again in CUTS]
+    for one in found:
+        assert (one.missing, one.loss_error, one.gradient_error < 1e-9) == ([], 0, True)
+        assert one.losses == pytest.approx(found[0].losses, rel=1e-12)
+    assert np.array_equal(GLOBAL.get_state()[1], before)
 
 
 def test_what_no_made_up_values_can_draw_is_said() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import inside_transform
+from lightning_pipe.split.patching import Replacement
+from lightning_pipe.split.tree import tensors
 
 
 class KeepWhole(Exception):
@@ -56,6 +58,26 @@ def check_callers(name: str, module: nn.Module, names: Mapping[int, str]) -> boo
         if in_function and name.startswith(owner_name + "."):
             raise KeepWhole(owner_name, "a custom autograd function calls its children")
     return False
+
+
+def whole_for_hooks(root: nn.Module, units: Collection[str]) -> Iterator[Replacement]:
+    """List the replacements that keep a module whole that was opened and has backward hooks: they
+    are given the gradients of its outputs and inputs, which must be on one stage."""
+    inside = tuple(f"{unit}." for unit in units)
+    for name, module in root.named_modules():
+        if module._backward_hooks and not f"{name}.".startswith(inside):
+            yield module, "_call_impl", _checked(name, module._call_impl)
+
+
+def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor.requires_grad for tensor in tensors((args, kwargs))):
+            raise KeepWhole(
+                name, "its backward hook is given the gradients of its inputs and outputs at once"
+            )
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _transformed(name: str, names: Mapping[int, str]) -> Exception:

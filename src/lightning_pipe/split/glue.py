@@ -76,7 +76,7 @@ class Glue(TorchFunctionMode):
         if key in run.received and function_name(func) == run.trace.glue[key].function:
             self._segment, self._count = segment, count + 1
             if anew is not None:
-                self._follow(key, func, args, kwargs, anew=anew, in_vain=True)
+                self._follow(func, args, kwargs, anew=anew, in_vain=True)
             return run.received[key]
         out = self._computed(key, func, args, kwargs, anew)
         if GHOSTS.tainted:
@@ -100,22 +100,13 @@ class Glue(TorchFunctionMode):
         if state is not None:  # some of its draws may have been made
             run.streams.random.put_back(state)
         if anew is not None:
-            self._follow(key, func, args, kwargs, anew=anew, in_vain=in_vain)
+            self._follow(func, args, kwargs, anew=anew, in_vain=in_vain)
         return out
 
-    def _follow(
-        self,
-        key: tuple[int, int, int],
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        *,
-        anew: bool,
-        in_vain: bool,
-    ) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, *, anew: bool, in_vain: bool) -> None:
         """Let the generators stand after a call where they stand on a stage with its values."""
         if anew:
-            self._run.streams.random.seed(*key[1:])
+            self._run.streams.anew()
         elif in_vain:
             draw_in_vain(func, args, kwargs)
 

@@ -28,6 +28,7 @@ from lightning_pipe.split._fake import (
 )
 from lightning_pipe.split.again import Again, repeatable_calls
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import (
@@ -42,7 +43,7 @@ from lightning_pipe.split.patching import (
     silent_talk,
 )
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, generators_of, preserved
+from lightning_pipe.split.rng import KeyedRandom, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.streams import Streams, callable_modules

@@ -24,14 +24,16 @@ from lightning_pipe.split._fake import (
     VALUE_NEEDED,
     DispatchMode,
     TorchFunctionMode,
+    as_fake,
     is_fake,
     mutated_arguments,
     storage_key,
+    without_modes,
 )
 from lightning_pipe.split.rng import is_draw
-from lightning_pipe.split.streams import draw_in_vain, draws_by_values
+from lightning_pipe.split.streams import Streams, draw_in_vain, draws_by_values
 from lightning_pipe.split.trace import GlueValue, Meta, Source, ValueKey
-from lightning_pipe.split.tree import tensors
+from lightning_pipe.split.tree import map_tensors, tensors
 from lightning_pipe.split.typed import address_of
 
 Sources = frozenset[Source]
@@ -268,6 +270,7 @@ class ValueLedger(TorchFunctionMode):
 
     Args:
         operators: The operator ledger of the same trace.
+        streams: The random streams of it.
         truth: What conditions on fakes are taken for, in their order, and false from there on,
             until the end of the step shows that no unit call depends on them.
         known_reads: What an earlier trace, with real values, read at each place.
@@ -275,24 +278,22 @@ class ValueLedger(TorchFunctionMode):
         recomputed: Tells whether a checkpointed region is open: what it makes is made again in the
             backward, from its inputs.
         instead: What is read of the batch, by the number of the read, in place of what it says.
-        anew: Told after a torch call drew numbers that other stages cannot pass over, with its
-            place.
     """
 
     def __init__(
         self,
         operators: OperatorLedger,
+        streams: Streams,
         *,
         truth: Sequence[bool] = (),
         known_reads: Mapping[tuple[int, int], Any] | None = None,
         pinned: Set[str] = frozenset(),
         recomputed: Callable[[], bool] = lambda: False,
         instead: Mapping[int, Any] | None = None,
-        anew: Callable[[int, int], None] = lambda segment, count: None,
     ) -> None:
         super().__init__()
         self._operators = operators
-        self._anew = anew
+        self._streams = streams
         self._recomputed = recomputed
         self._instead = instead or {}
         self._pinned = pinned
@@ -389,11 +390,21 @@ class ValueLedger(TorchFunctionMode):
         if any(is_fake(t) for t in inputs):
             with self.paused():
                 anew |= not draw_in_vain(func, args, kwargs)
-        else:  # nobody has tried it without the values
-            anew |= any(not isinstance(source, str) for source in parents)
+        elif any(not isinstance(source, str) for source in parents):  # will it without the values?
+            anew |= not self._draws_on_fakes(func, args, kwargs)
         self.random_calls[place] = anew
         if anew:
-            self._anew(*place)
+            self._streams.anew()
+
+    def _draws_on_fakes(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Tell whether the draws of a call can be made where its values are not known."""
+        with self.paused(), without_modes():
+            args, kwargs = map_tensors(as_fake, (args, kwargs))
+            state = self._streams.random.state(host=False)
+            try:
+                return draw_in_vain(func, args, kwargs)
+            finally:
+                self._streams.random.put_back(state)
 
     def _placeholder(
         self, func: Any, inputs: list[Tensor], parents: Sources, error: Exception

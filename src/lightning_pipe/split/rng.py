@@ -8,14 +8,13 @@ stream; here is how generators are seeded, saved and put back.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from lightning_pipe.split.tree import tensors
 
@@ -35,22 +34,7 @@ def mix(*parts: int) -> int:
 
 #: generators with a state of their own, beside the global ones
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-def generators_of(root: nn.Module) -> tuple[Generator, ...]:
-    """Find the generators that the modules below ``root`` keep, in attributes or in containers
-    there."""
-    found: dict[int, Generator] = {}
-    for module in root.modules():
-        for value in list(vars(module).values()):
-            items: Iterable[Any] = (value,)
-            if isinstance(value, dict):
-                items = value.values()
-            elif isinstance(value, (list, tuple)):
-                items = value
-            found.update((id(item), item) for item in items if isinstance(item, _KINDS))
-    return tuple(found.values())
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def _seed(generator: Generator, seed: int) -> None:
@@ -73,6 +57,15 @@ def _state(generator: Generator) -> Any:
         if isinstance(generator, np.random.RandomState)
         else generator.getstate()
     )
+
+
+def _comparable(state: Any) -> Any:
+    """A state that can be compared, fast."""
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(v.tobytes() if isinstance(v, np.ndarray) else v for v in state)
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _set_state(generator: Generator, state: Any) -> None:
@@ -173,9 +166,8 @@ class KeyedRandom:
         self._stood = self._stand()
 
     def _stand(self) -> list[Any]:
-        state: Any = np.random.get_state()
-        numpy_state = (state[1].tobytes(), *state[2:])
-        return [random.getstate(), numpy_state, *(repr(_state(g)) for g in self._of_host)]
+        own = [_comparable(_state(generator)) for generator in self._of_host]
+        return [random.getstate(), _comparable(np.random.get_state()), *own]
 
 
 @contextmanager

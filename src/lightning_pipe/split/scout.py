@@ -22,6 +22,7 @@ from lightning_pipe.split._fake import (
     inside_step,
     without_modes,
 )
+from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import UnitMemo, arguments_key, rebuild
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.nested import opened_encoders
@@ -37,7 +38,7 @@ from lightning_pipe.split.patching import (
 )
 from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, generators_of, is_draw, preserved
+from lightning_pipe.split.rng import KeyedRandom, is_draw, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper, Snapshot
 from lightning_pipe.split.streams import (
     Streams,
@@ -179,7 +180,7 @@ class _Scout(TorchFunctionMode):
         if self._draws.count != before:
             vain = not has_fakes(args, kwargs) or draw_in_vain(func, args, kwargs)
             if not vain or draws_by_values(function_name(func)):
-                self._streams.random.seed(segment, count)
+                self._streams.anew()
         made = tensors(out)
         if made:
             self._place = segment, count + 1

@@ -32,6 +32,7 @@ _DROPOUT = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
+_ANEW = -2  # tells the seeds of a stream that begins anew from others
 #: calls of modules in a call of a unit; the names of its own parts begin with a dot
 Entered = tuple[tuple[str, int], ...]
 
@@ -61,6 +62,7 @@ class Streams:
         #: whether anything here draws from Python or NumPy: their states are slow to keep
         self._host = watch or any(drawing.values())
         self._counts: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
         self._stack = [""]
         #: modules that drew, seen while watching
         self.found: dict[str, bool] = {}
@@ -79,6 +81,12 @@ class Streams:
         self.random.salt(num_calls)
         if self._watch:
             self.random.mark()
+
+    def anew(self) -> None:
+        """Begin the stream of the code that runs now anew: it drew who knows how many numbers."""
+        name = next(name for name in reversed(self._stack) if not name or name in self.drawing)
+        self._begun[name] += 1
+        self.random.seed(number_of(name), self._counts[name], _ANEW, self._begun[name], host=False)
 
     # ------------------------------------------------------------------ modules
 

@@ -29,8 +29,9 @@ from lightning_pipe.split._fake import (
     storage_key,
     without_modes,
 )
-from lightning_pipe.split.callers import KeepWhole, check_callers
+from lightning_pipe.split.callers import KeepWhole, check_callers, whole_for_hooks
 from lightning_pipe.split.frozen import contents, holds_fake
+from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import (
     Elsewhere,
     Outcome,
@@ -54,7 +55,7 @@ from lightning_pipe.split.patching import (
 )
 from lightning_pipe.split.provenance import InnerGradient, OperatorLedger, Sources, ValueLedger
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, Salts, generators_of
+from lightning_pipe.split.rng import KeyedRandom, Salts
 from lightning_pipe.split.saved import SavedTensors
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.streams import Drawing, Streams, callable_modules
@@ -159,12 +160,12 @@ class Tracer:
         self.operators = OperatorLedger(self._first_name, on_draw=self.streams.note_draw)
         self.values = ValueLedger(
             self.operators,
+            self.streams,
             truth=truth,
             known_reads=known_reads,
             pinned=pinned,
             recomputed=lambda: self._regions.inside,
             instead=instead,
-            anew=self.streams.random.seed,
         )
         self.calls: list[UnitCall] = []
         self.notes: list[str] = []
@@ -192,6 +193,7 @@ class Tracer:
                 stack.enter_context(
                     attributes(list(opened_encoders(self._root, self._units.values())))
                 )
+                stack.enter_context(attributes(whole_for_hooks(self._root, self._units)))
                 stack.enter_context(attributes(self.streams.replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 stack.enter_context(self._regions.watched())

@@ -82,10 +82,14 @@ def _on_a_rank() -> tuple[dict[str, str], float, list[float]]:
     start_s, messages = time.monotonic(), {}
     for name, (does, step, _) in CASES.items():
         with pytest.raises(CutError) as raised:
-            _fit(_Alone(does, step), lit.seeded(lit.Lit))
+            _fit(_Alone(does, step), lit.seeded(lit.Lit, depth=3))
         messages[name] = str(raised.value)
     duration_s = time.monotonic() - start_s
-    return messages, duration_s, [_fit(c(), lit.seeded(lit.Lit)) for c in (Callback, _HasMore)]
+    return (
+        messages,
+        duration_s,
+        [_fit(c(), lit.seeded(lit.Lit, depth=3)) for c in (Callback, _HasMore)],
+    )
 
 
 def test_a_rank_that_differs_is_an_error_on_all_ranks_with_its_name() -> None:

@@ -7,7 +7,7 @@ may differ from cut to cut and from rank to rank, and some runs of units are not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pipe.errors import PlanError
@@ -32,6 +32,8 @@ class _Problem:
     num_parts: int
     extra: PartCost
     allowed: PartAllowed
+    #: whether a part never costs less with a larger end
+    grows: bool = False
 
     @property
     def num_units(self) -> int:
@@ -40,8 +42,8 @@ class _Problem:
     def cost(self, part: int, start: int, end: int) -> float:
         return self.sums[end] - self.sums[start] + self.extra(part, start, end)
 
-    def ends(self, part: int, start: int, limit: float) -> range:
-        """The ends of a part that leave units for the parts behind it and keep the limit."""
+    def ends(self, part: int, start: int) -> range:
+        """The ends of a part that leave units for the parts behind it."""
         last = self.num_units - (self.num_parts - part - 1)
         first = self.num_units if part == self.num_parts - 1 else start + 1
         return range(first, last + 1)
@@ -90,54 +92,58 @@ def best_cuts(
         limit = limit * 2 if limit else 1.0
 
 
+def _parts(
+    problem: _Problem, part: int, starts: Iterable[int], limit: float
+) -> Iterator[tuple[int, int, float]]:
+    """(start, end, cost) of everything that a part may be under the limit."""
+    sums = problem.sums
+    for start in starts:
+        for end in problem.ends(part, start):
+            if sums[end] - sums[start] > limit or not problem.allowed(part, start, end):
+                break
+            cost = problem.cost(part, start, end)
+            if cost <= limit:
+                yield start, end, cost
+            elif problem.grows:
+                break
+
+
 def _minimax(problem: _Problem, limit: float) -> float | None:
     """The cost of the costliest part of the best cut, if that is not above the limit."""
-    num_units, sums = problem.num_units, problem.sums
+    num_units = problem.num_units
     best = [math.inf] * (num_units + 1)
     best[0] = 0.0
     for part in range(problem.num_parts):
         now = [math.inf] * (num_units + 1)
-        for start in range(part, num_units):
-            before = best[start]
-            if before == math.inf:
-                continue
-            for end in problem.ends(part, start, limit):
-                if sums[end] - sums[start] > limit or not problem.allowed(part, start, end):
-                    break
-                cost = max(before, problem.cost(part, start, end))
-                if cost < now[end] and cost <= limit:
-                    now[end] = cost
+        starts = [start for start in range(part, num_units) if best[start] < math.inf]
+        for start, end, cost in _parts(problem, part, starts, limit):
+            now[end] = min(now[end], max(best[start], cost))
         best = now
     return best[num_units] if best[num_units] < math.inf else None
 
 
 def _evenest(problem: _Problem, limit: float) -> tuple[int, ...]:
     """The cut of the smallest sum of squares under the limit."""
-    num_units, sums = problem.num_units, problem.sums
+    num_units = problem.num_units
     best = [math.inf] * (num_units + 1)
     best[0] = 0.0
     choices: list[list[int]] = []
     for part in range(problem.num_parts):
         now, choice = [math.inf] * (num_units + 1), [0] * (num_units + 1)
-        for start in range(part, num_units):
-            if best[start] == math.inf:
-                continue
-            for end in problem.ends(part, start, limit):
-                if sums[end] - sums[start] > limit or not problem.allowed(part, start, end):
-                    break
-                cost = problem.cost(part, start, end)
-                squares = best[start] + cost * cost
-                if cost <= limit and squares < now[end]:
-                    now[end], choice[end] = squares, start
+        starts = [start for start in range(part, num_units) if best[start] < math.inf]
+        for start, end, cost in _parts(problem, part, starts, limit):
+            squares = best[start] + cost * cost
+            if squares < now[end]:
+                now[end], choice[end] = squares, start
         best = now
         choices.append(choice)
     if best[num_units] == math.inf:
         raise PlanError(f"no cut keeps every part at or under {limit}")
-    starts, end = [], num_units
+    found, end = [], num_units
     for choice in reversed(choices):
         end = choice[end]
-        starts.append(end)
-    return tuple(reversed(starts))
+        found.append(end)
+    return tuple(reversed(found))
 
 
 def smallest_peak(num_units: int, num_parts: int, size: PartSize) -> tuple[int, ...]:
@@ -148,6 +154,13 @@ def smallest_peak(num_units: int, num_parts: int, size: PartSize) -> tuple[int, 
         num_parts: Parts to make.
         size: (part, start, end) -> the size of a part; never smaller with a larger end.
     """
-    cuts = best_cuts([0.0] * num_units, num_parts, extra=size)
-    assert cuts is not None, "every cut is allowed"
-    return cuts
+    # a cut by what each unit has alone is near enough to leave little to search
+    alone = [size(num_parts - 1, unit, unit + 1) for unit in range(num_units)]
+    starts = partition(alone, num_parts)
+    ends = [*starts[1:], num_units]
+    limit = max(size(k, starts[k], ends[k]) for k in range(num_parts)) * _ROUNDING
+    nothing = [0.0] * (num_units + 1)
+    problem = _Problem(nothing, num_parts, size, lambda part, start, end: True, grows=True)
+    best = _minimax(problem, limit)
+    assert best is not None, "the cut that the limit is of"
+    return _evenest(problem, best * _ROUNDING)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lightning_pipe.planning.ir import Op, Schedule
 from lightning_pipe.planning.limited import PartSize, smallest_peak
 from lightning_pipe.planning.plan import format_bytes, format_count
-from lightning_pipe.planning.profile import Again, Intervals, Profile, ranges, runs_again
+from lightning_pipe.planning.profile import Again, Profile, ranges, runs_again
 
 __all__ = [
     "HEADROOM",
@@ -317,7 +317,7 @@ def part_sizes(profile: Profile, flights: Sequence[int], *, checkpointing: Again
         flights: Micro-batches in flight on each stage.
         checkpointing: Keep only the inputs of units.
     """
-    intervals = Intervals(profile, checkpointing=checkpointing)
+    intervals = profile.intervals(checkpointing)
     units = profile.units
     outputs = [unit.output_bytes for unit in units[:-1]] + [0]
     arrives = [0, *(unit.output_bytes + unit.gradient_bytes for unit in units[:-1])]

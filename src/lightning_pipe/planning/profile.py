@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from lightning_pipe.errors import PlanError
@@ -90,7 +91,7 @@ class UnitProfile:
         return sum(num_bytes for _, num_bytes in self.saved)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Profile:
     """All unit calls of a step, in order.
 
@@ -173,6 +174,15 @@ class Profile:
         """The numbers of a micro-batch of another size: all but the weights grow with it."""
         if rows == self.rows:
             return self
+        if rows not in self._pieces:
+            self._pieces[rows] = self._scaled(rows)
+        return self._pieces[rows]
+
+    @cached_property
+    def _pieces(self) -> dict[int, Profile]:
+        return {}
+
+    def _scaled(self, rows: int) -> Profile:
         scale = rows / self.rows
         units = tuple(
             replace(
@@ -227,6 +237,18 @@ class Profile:
             boundary_bytes=0 if is_last else units[-1].output_bytes,
             gradient_bytes=0 if is_last else units[-1].gradient_bytes,
         )
+
+    def intervals(self, checkpointing: Again) -> Intervals:
+        """Bytes of every run of calls; those that are asked for again and again are kept."""
+        if not isinstance(checkpointing, bool):
+            return Intervals(self, checkpointing=checkpointing)
+        if checkpointing not in self._intervals:
+            self._intervals[checkpointing] = Intervals(self, checkpointing=checkpointing)
+        return self._intervals[checkpointing]
+
+    @cached_property
+    def _intervals(self) -> dict[bool, Intervals]:
+        return {}
 
     def held_bytes(self, start: int, end: int, *, checkpointing: Again = False) -> int:
         """Bytes that calls ``start .. end - 1`` keep of one micro-batch until its backward."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planning.memory import Ledger
 from lightning_pipe.planning.plan import format_bytes
-from lightning_pipe.planning.profile import Intervals, Profile, ranges
+from lightning_pipe.planning.profile import Profile, ranges
 
 __all__ = ["a_unit_is_too_large", "nothing_fits"]
 
@@ -23,7 +23,7 @@ def a_unit_is_too_large(profile: Profile, usable_bytes: float, rows: int) -> Non
     Raises:
         PlanError: With the name of the unit, and what it holds.
     """
-    intervals = Intervals(profile.for_rows(rows), checkpointing=False)
+    intervals = profile.for_rows(rows).intervals(checkpointing=False)
     for index, unit in enumerate(profile.units):
         state_bytes, held_bytes, _ = intervals.bytes_of(index, index + 1)
         if state_bytes + held_bytes > usable_bytes:

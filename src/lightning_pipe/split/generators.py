@@ -15,6 +15,8 @@ from lightning_pipe.split.rng import KINDS, Generator
 
 _DEPTH = 4  # how deep objects and containers are looked into
 _LONG = 64  # items of a list that are looked at
+#: what every module has: parameters, hooks, and so on
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def generators_of(root: nn.Module) -> tuple[Generator, ...]:
@@ -24,8 +26,9 @@ def generators_of(root: nn.Module) -> tuple[Generator, ...]:
     seen: set[int] = set()
     files: dict[str, None] = {}
     for module in root.modules():
-        for value in list(vars(module).values()):
-            _collect(value, found, seen, _DEPTH)
+        for name, value in list(vars(module).items()):
+            if name not in _OF_TORCH:
+                _collect(value, found, seen, _DEPTH)
         files.update((part.__module__, None) for part in type(module).__mro__)
     for name in files:
         if name.partition(".")[0] not in FRAMEWORKS and name in sys.modules:

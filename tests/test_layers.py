@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     "stage_memory": {"torch"},
     "states": {"torch", "psutil"},
     "parts": {"torch"},
+    "hyperparameters": {"torch"},
     "hooks": {"torch"},
     "norms": {"torch"},
     "manners": {"torch", "torchmetrics", "lightning", "lightning_utilities"},

@@ -46,6 +46,34 @@ def test_the_file_is_complete_and_loads_in_one_process(tmp_path, strategy):
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["after.ckpt", "end.ckpt"]
 
 
+class _Given(lit.Lit):
+    """Keeps the network that it is given among its hyperparameters, in a container too."""
+
+    def __init__(self, net, others=()):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net, self.others = net, nn.ModuleList(others)
+
+
+def _save_given(strategy, path):
+    made = lit.seeded(lit.Lit).net
+    module = _Given(made, [made[0]]).double()
+    trainer = lit.trainer(strategy, lit.world())
+    trainer.fit(module, DataLoader(lit.rows(16), batch_size=8))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:.*is an instance of `nn.Module`")
+def test_modules_among_the_hyperparameters_are_saved_with_all_weights(tmp_path):
+    run_ranks(2, _save_given, {}, str(tmp_path / "two.ckpt"))
+    loaded = torch.load(tmp_path / "two.ckpt", weights_only=False)
+    given, state = loaded["hyper_parameters"], loaded["state_dict"]
+    for name, value in given["net"].state_dict().items():
+        assert torch.equal(value, state[f"net.{name}"])
+    assert torch.equal(given["others"][0][0].weight, state["net.0.0.weight"])
+    assert given["net"](torch.zeros(2, 8, dtype=torch.float64)).requires_grad
+
+
 def _train(strategy, folder, *, max_steps, ckpt_path=None):
     module = lit.seeded(lit.Lit)
     module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), lr=1e-2)

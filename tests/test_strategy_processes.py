@@ -58,6 +58,35 @@ def test_a_failing_stage_ends_all_ranks_with_its_exception(cls, message, stage, 
     assert "micro-batch 0" in ended[failing].stderr
 
 
+class _FailsBetween(lit.Lit):
+    def on_before_zero_grad(self, optimizer):
+        if self.trainer.global_step == 2 and self.global_rank == 1:
+            raise ValueError("a hook between the steps")
+
+
+def _failing(cls):
+    try:
+        _fail(cls)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("cls", "failing", "reason"),
+    [
+        (_Fails, 0, "labels of batch 2 are out of range"),
+        (_FailsEarly, 1, "activations of unit 0 are wrong"),
+        (_FailsBetween, 1, "a hook between the steps"),
+    ],
+)
+def test_the_others_raise_an_error_that_names_who_failed_first(cls, failing, reason):
+    ended = lit.run_ranks(2, _failing, cls)
+    assert ended[failing] == ("ValueError", reason)
+    name, text = ended[1 - failing]
+    assert name == "PeerError"
+    assert f"global rank {failing} failed first: ValueError: {reason}" in text
+
+
 SCRIPT = """
 from torch.utils.data import DataLoader
 from tests import lit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -245,8 +245,11 @@ class PipelineProcesses(ParallelStrategy):
         if self._failed:
             return
         self._failed = True
-        with suppress(PeerError):  # the first failure is on stderr; this one is raised as it is
+        try:
             self._guard.__exit__(type(error), error, error.__traceback__)
+        except PeerError as named:  # this one is raised where it is, so it says who failed
+            if named is not error and isinstance(error, PeerError):
+                error.args = (f"{named}. Here: {error}",)
 
     def _progress(self) -> Progress | None:
         """What the engine is doing, once there is one."""

@@ -34,6 +34,7 @@ from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
 from lightning_pipe.follow import Follow
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.hooks import Hooks
+from lightning_pipe.hyperparameters import with_weights
 from lightning_pipe.manners import (
     AtomicCheckpointIO,
     move_own,
@@ -490,6 +491,8 @@ class PipelineStrategy(PipelineReadings):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         with self._between.suspended():
+            if self.is_global_zero:
+                checkpoint = with_weights(checkpoint, self._module)
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

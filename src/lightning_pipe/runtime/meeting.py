@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_pipe.errors import MeetingError
 from lightning_pipe.runtime import share
-from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.ranks import Ranks, connected
 
 Item = tuple[int, Hashable]
 """The position that knows something, and what it is asked."""
@@ -63,7 +63,8 @@ def at(ranks: Ranks, place: str) -> Iterator[None]:
     meet(ranks, place)
     ranks.talk.depth += 1
     try:
-        yield
+        with connected(ranks):
+            yield
     finally:
         ranks.talk.depth -= 1
 
@@ -120,7 +121,8 @@ def _waiting(ranks: Ranks, text: str) -> Iterator[None]:
     talk = ranks.talk
     talk.place, talk.since_s = text, time.monotonic()
     try:
-        yield
+        with connected(ranks):
+            yield
     finally:
         talk.place = ""
 

@@ -7,13 +7,18 @@ pipeline, so the process that owns the logger and the progress bar is the one th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import ConfigError, PeerError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -142,3 +147,37 @@ def make_ranks(
         data_parallel_size=data_parallel_size,
         data_parallel_rank=replica,
     )
+
+
+@contextmanager
+def connected(ranks: Ranks) -> Iterator[None]:
+    """Talks to other ranks within the body.
+
+    Raises:
+        PeerError: One of them has gone; torch's words for it do not say that it failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+        if not where.startswith("torch.distributed."):
+            raise
+        waits = f" where this one {ranks.talk.place}" if ranks.talk.place else ""
+        raise PeerError(
+            f"{ranks}: a connection to another rank broke{waits}; the reason is in that rank's "
+            f"output. Here: {error}"
+        ) from error
+
+
+def talks(function: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
+    """Makes a function whose first argument is this rank run :func:`connected`."""
+
+    @wraps(function)
+    def talking(ranks: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with connected(ranks):
+            return function(ranks, *args, **kwargs)
+
+    return talking

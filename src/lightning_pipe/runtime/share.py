@@ -26,7 +26,7 @@ from lightning_pipe.runtime.packing import (
     unpack,
     unpicklable,
 )
-from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.ranks import Ranks, talks
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class _Refused:
     text: str
 
 
+@talks
 def broadcast_object(
     ranks: Ranks,
     value: T | None,
@@ -76,6 +77,7 @@ def broadcast_object(
     return cast(T, received)
 
 
+@talks
 def gather_objects(ranks: Ranks, value: T, target: int | None = None) -> list[T] | None:
     """Collects the objects of all positions.
 
@@ -106,6 +108,7 @@ def gather_objects(ranks: Ranks, value: T, target: int | None = None) -> list[T]
     return [gathered[place] for place in ranks.order]
 
 
+@talks
 def broadcast_read(ranks: Ranks, value: T | None, instead: Callable[[Exception], T]) -> T:
     """Gives what the first global rank of the pipeline has read to all.
 
@@ -132,6 +135,7 @@ def broadcast_read(ranks: Ranks, value: T | None, instead: Callable[[Exception],
     return cast(T, value if ranks.is_first else unpack(received))
 
 
+@talks
 def send_object(ranks: Ranks, value: Any, target: int) -> None:
     """Sends an object to a position, which has to call `receive_object`. Called by one rank."""
     peer = ranks.global_rank_of(target)
@@ -139,12 +143,14 @@ def send_object(ranks: Ranks, value: Any, target: int) -> None:
         dist.send(buffer, peer, group=ranks.control_group)
 
 
+@talks
 def receive_object(ranks: Ranks, source: int) -> Any:
     """Receives what `send_object` sends. Called by one rank."""
     peer = ranks.global_rank_of(source)
     return unpack(_from_buffers(lambda b: dist.recv(b, peer, group=ranks.control_group)))
 
 
+@talks
 def sum_replicated(
     ranks: Ranks, grads: Mapping[str, Tensor | None], owners: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor | None]:

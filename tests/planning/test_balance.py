@@ -140,3 +140,15 @@ def test_names_cut_after_their_last_call() -> None:
 def test_names_that_cannot_cut(points: list[str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         at_names(NAMES, points)
+
+
+def test_messages_list_the_units_and_not_hundreds_of_them() -> None:
+    with pytest.raises(PlanError, match=r"the model has 3 units \(a, b, c\); list one count"):
+        explicit([1, 1], 3, ["a", "b", "c"])
+    names = [f"blocks.{i}" for i in range(500)]
+    for ask in (lambda: explicit([1, 1], 500, names), lambda: at_names(names, ["block"])):
+        with pytest.raises(PlanError) as raised:
+            ask()
+        assert "blocks.0, blocks.1, " in str(raised.value)
+        assert ", ..., blocks.480, " in str(raised.value)
+        assert len(str(raised.value)) < 700

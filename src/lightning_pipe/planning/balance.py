@@ -60,8 +60,23 @@ def uniform(num_units: int, num_parts: int) -> tuple[int, ...]:
     return tuple(num_units * part // num_parts for part in range(num_parts))
 
 
-def explicit(counts: Sequence[int], num_units: int) -> tuple[int, ...]:
+_LISTED = 40  # names of units that a message lists
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= _LISTED:
+        return ", ".join(names)
+    half = _LISTED // 2
+    return f"{', '.join(names[:half])}, ..., {', '.join(names[-half:])}"
+
+
+def explicit(counts: Sequence[int], num_units: int, names: Sequence[str] = ()) -> tuple[int, ...]:
     """Cuts where the user says: ``counts[k]`` units in part k.
+
+    Args:
+        counts: Units of each part.
+        num_units: Units of the model.
+        names: Their names, for the message.
 
     Raises:
         PlanError: A part would be empty, or the counts do not sum to ``num_units``.
@@ -74,9 +89,10 @@ def explicit(counts: Sequence[int], num_units: int) -> tuple[int, ...]:
             f"balance={list(counts)}: every stage needs a whole number of units, 1 at least"
         )
     if not counts or sum(counts) != num_units:
+        units = f" ({_listed(names)})" if names else ""
         raise PlanError(
             f"balance={list(counts)}: the counts sum to {sum(counts)}, but the model has "
-            f"{num_units} units; list one count per stage that together make the model"
+            f"{num_units} units{units}; list one count per stage that together make the model"
         )
     return (0, *accumulate(counts[:-1]))
 
@@ -103,7 +119,7 @@ def at_names(names: Sequence[str], split_points: Sequence[str]) -> tuple[int, ..
         if not found:
             raise PlanError(
                 f"split_points: {point!r} is not among the {len(names)} units; they are "
-                f"{', '.join(names)}"
+                f"{_listed(names)}"
             )
         start = found[-1] + 1
         if start >= len(names):

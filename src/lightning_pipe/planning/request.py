@@ -75,7 +75,8 @@ def starts_for(
     if request.split_points is not None:
         return cuts.at_names([unit.unit for unit in profile.units], request.split_points)
     if not isinstance(request.balance, str):
-        return cuts.explicit(request.balance, num_units)
+        names = [unit.unit for unit in profile.units]
+        return cuts.explicit(request.balance, num_units, names)
     if request.balance == "uniform":
         return cuts.uniform(num_units, num_stages)
     flights = stage_in_flight(schedule)

@@ -1,8 +1,4 @@
-"""Models of the zoo over two processes, one for each rule of cutting, with schedules of each kind.
-
-To a model, schedules differ by their chunks, by whether a backward is one action or two, and in the
-order of actions. Each model runs with one schedule of each kind, in turn, so that every schedule
-runs with a third of the models or more; `benchmarks/parity.py` runs all with all.
+"""Models of the zoo over two processes, one for each rule of cutting, with every schedule.
 
 Where nothing in a model is random and its loss is a mean over rows, the other side is Lightning on
 one device; elsewhere it is the same micro-batches on one rank, which `test_transparency` compares
@@ -12,7 +8,6 @@ with one device.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from typing import Any
 
@@ -26,16 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe import PipelineStrategy
-from lightning_pipe.planning import schedules as planning
 from lightning_pipe.split.tree import map_tensors
 
 MICROBATCHES, STEPS = 4, 2
-#: by virtual stages, then one tuple for each kind
-KINDS = {
-    1: (("1f1b", "gpipe", "naive"), ("zero_bubble",)),
-    2: (("interleaved_1f1b", "looped_bfs"), ("zbv", "dualpipev")),
+SCHEDULES = {
+    1: ("naive", "gpipe", "1f1b", "zero_bubble"),
+    2: ("interleaved_1f1b", "looped_bfs", "zbv", "dualpipev"),
 }
-SCHEDULES = {number: tuple(itertools.chain(*kinds)) for number, kinds in KINDS.items()}
 #: compared with one device
 EXACT = (
     "writes_into_a_buffer",  # in-place writes
@@ -62,13 +54,6 @@ SAME_MICROBATCHES = (
     "checkpointed_region",
     "llava",  # hooks that the first step installs
 )
-
-
-def _schedules(name: str, virtual_stages: int) -> tuple[str, ...]:
-    place = (*EXACT, *SAME_MICROBATCHES).index(name)
-    kinds = KINDS[virtual_stages]
-    # another turn for each kind, so that the same two do not always meet
-    return tuple(kind[(place // (number + 1)) % len(kind)] for number, kind in enumerate(kinds))
 
 
 class Logged(Plain):
@@ -147,7 +132,7 @@ def _assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], schedule:
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 @pytest.mark.parametrize("name", EXACT)
 def test_two_processes_equal_one_device(name: str, virtual_stages: int, pool: Any) -> None:
-    schedules = _schedules(name, virtual_stages)
+    schedules = SCHEDULES[virtual_stages]
     for ranks in pool(2, _over_stages, name, 2, virtual_stages, schedules, timeout=120):
         for schedule, got in ranks.items():
             _assert_equal(got, _expected(name), schedule)
@@ -156,16 +141,7 @@ def test_two_processes_equal_one_device(name: str, virtual_stages: int, pool: An
 @pytest.mark.parametrize("name", SAME_MICROBATCHES)
 def test_two_processes_equal_one_rank(name: str, pool: Any) -> None:
     expected = pool(1, _over_stages, name, 1, 1, ("naive",), timeout=60)[0]["naive"]
-    for virtual_stages in KINDS:
-        schedules = _schedules(name, virtual_stages)
+    for virtual_stages, schedules in SCHEDULES.items():
         for ranks in pool(2, _over_stages, name, 2, virtual_stages, schedules, timeout=120):
             for schedule, got in ranks.items():
                 _assert_equal(got, expected, schedule)
-
-
-def test_every_schedule_runs_with_a_third_of_the_models() -> None:
-    names = (*EXACT, *SAME_MICROBATCHES)
-    ran = [schedule for v in KINDS for name in names for schedule in _schedules(name, v)]
-    assert {*itertools.chain(*SCHEDULES.values())} == planning.SCHEDULES.keys() - {"interleaved"}
-    for schedule in itertools.chain(*SCHEDULES.values()):
-        assert ran.count(schedule) >= len(names) // 3

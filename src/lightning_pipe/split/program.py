@@ -68,7 +68,8 @@ class Skipped(CutError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the training step returned None. Skipping a batch is not supported over several "
+            "the training step returned None: is there a `return loss` on every way through it? "
+            "Skipping a batch on purpose is not supported over several "
             "devices, as with the other strategies of Lightning: the other stages compute for it. "
             "Return a loss times zero, or leave the batch out in the data loader"
         )

@@ -34,6 +34,7 @@ LAYERS: dict[str, set[str]] = {
     "gradients": {"torch"},
     "data": {"torch", "lightning", "numpy"},
     "tail": {"torch", "torchmetrics", "numpy"},
+    "iterated": {"torch"},
     "work": {"torch"},
     "whole": {"torch"},
     "sameness": set(),

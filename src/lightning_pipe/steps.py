@@ -22,6 +22,7 @@ from lightning_pipe.gradients import GradientStash
 from lightning_pipe.home import (
     CutStep,
 )
+from lightning_pipe.iterated import Iterated
 from lightning_pipe.layout import Layout
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.schedules import forward_only
@@ -168,7 +169,10 @@ class Pipeline(PipelineCuts):
             metrics=find_metrics(self.module),
             kept=self._counter(step),
             statistics=self._deferred if step.training else None,
+            iterated=self._iterated if step.training else None,
         )
+        if step.iterated is not None:
+            step.iterated.begin()
         if self.ranks.position == schedule.stage_to_rank[-1]:
             step = self.whole.watched(step)
         stages = {stage: StageOfStep(step, stage) for stage in schedule.stages(self.ranks.position)}
@@ -202,6 +206,11 @@ class Pipeline(PipelineCuts):
             return False
         self._cuts.confirm(unproven)
         return True
+
+    @cached_property
+    def _iterated(self) -> Iterated:
+        """The spectral norms of the module."""
+        return Iterated(self.module)
 
     @cached_property
     def _deferred(self) -> DeferredStatistics | None:

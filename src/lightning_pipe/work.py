@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.home import CutStep
+from lightning_pipe.iterated import Iterated
 from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import copy_tensors
@@ -52,6 +53,7 @@ class StepRun:
         denominators: What watches the losses of the last stage, if anything does.
         metrics: The metric objects of the module; looked for in each micro-batch if None.
         statistics: What notes the running statistics of batch norms, if they are deferred.
+        iterated: Gives micro-batches the same vectors of spectral norms, if the step trains.
         kept: Counts what is kept for the backward, in steps that are watched for it.
     """
 
@@ -71,6 +73,7 @@ class StepRun:
     denominators: Denominators | None = None
     metrics: Sequence[nn.Module] | None = None
     statistics: DeferredStatistics | None = None
+    iterated: Iterated | None = None
     kept: KeptBytes | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -88,6 +91,8 @@ class StepRun:
 
     def _run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         program = self.cuts[microbatch].programs[stage]
+        if self.iterated is not None:
+            self.iterated.restart()
         piece = self.pieces.batches[microbatch]
         if len(self.pieces.batches) > 1 or len(self.cuts[microbatch].programs) > 1:
             piece = copy_tensors(piece)

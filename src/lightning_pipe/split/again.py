@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.split.frozen import version_of
 from lightning_pipe.split.patching import attributes, silent_talk
 from lightning_pipe.split.rng import Generator, preserved
 from lightning_pipe.split.trace import Alias, Constant, NewTensor, Trace, UnitCall
@@ -41,7 +42,7 @@ class Again:
         self._trace = trace
         self._device_type = device_type
         self._generators = generators
-        self._buffers: dict[str, list[str]] = {}
+        self._buffers: dict[str, set[str]] = {}
 
     def run(
         self,
@@ -60,15 +61,15 @@ class Again:
         """
         if not torch.is_grad_enabled():
             return function(*args, **kw)
-        if unit not in self._buffers:
-            self._buffers[unit] = self._changing_buffers(unit)
         given = [(tensor, tensor._version) for tensor in tensors((args, kw))]
-        before = [(name, self.root.get_buffer(name).clone()) for name in self._buffers[unit]]
+        there = self._buffers_of(unit)
+        known = self._buffers.get(unit, there)  # which of them change, the first run tells
+        before = [(name, there[name][0].clone()) for name in known if name in there]
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return nullcontext(), _Second(self, unit, before, given)
 
-        return checkpoint(
+        out = checkpoint(
             function,
             *args,
             use_reentrant=False,
@@ -76,10 +77,27 @@ class Again:
             context_fn=contexts,
             **kw,
         )
+        now = self._buffers_of(unit)
+        changed = [name for name in there if name not in now or _differ(now[name], there[name])]
+        if unit not in self._buffers:
+            known = self._buffers[unit] = {*self._changing_buffers(unit), *changed}
+            before[:] = [(name, value) for name, value in before if name in known]
+        elif set(changed) - set(known):
+            raise CutError(
+                f"unit '{unit}' cannot run again for its backward: it changed its buffer "
+                f"'{min(set(changed) - set(known))}', which its first run did not. Leave its "
+                "class out of activation_checkpointing"
+            )
+        return out
 
     def random_preserved(self) -> AbstractContextManager[None]:
         """Puts the random generators back on exit."""
         return preserved(self._device_type, self._generators)
+
+    def _buffers_of(self, unit: str) -> dict[str, tuple[Tensor, int]]:
+        """All buffers inside of a unit, each with the number of writes to it."""
+        module = self.root.get_submodule(unit)
+        return {f"{unit}.{name}": (b, version_of(b)) for name, b in module.named_buffers()}
 
     def _changing_buffers(self, unit: str) -> list[str]:
         """All buffers of the modules that change any: a fake does not show what a kernel writes."""
@@ -91,6 +109,10 @@ class Again:
             for name, buffer in self.root.get_submodule(owner)._buffers.items()
             if buffer is not None
         ]
+
+
+def _differ(now: tuple[Tensor, int], before: tuple[Tensor, int]) -> bool:
+    return now[0] is not before[0] or now[1] != before[1]
 
 
 class _Second(AbstractContextManager[None]):

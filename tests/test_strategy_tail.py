@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from tests import lit
 from tests.lit import run_ranks
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
@@ -480,3 +481,40 @@ def test_print_is_heard_once_per_step():
     expected = run_ranks(1, _prints, None)[0]
     assert [words[0] for words in expected] == ["rows", "loss"] * 2
     assert run_ranks(2, _prints, {"num_microbatches": 4}) == [expected, []]
+
+
+class _Truncated(lit.Lit):
+    """Carries the hidden state of each row to the next batch."""
+
+    state = None
+
+    def make_net(self, width, depth):
+        layers = {"first": nn.Linear(width, width), "last": nn.Linear(width, 4)}
+        return nn.ModuleDict({**layers, "cells": nn.GRU(width, width, 2, batch_first=True)})
+
+    def loss(self, batch):
+        x, y = batch
+        out, state = self.net["cells"](self.net["first"](x)[:, None], self.state)
+        self.state = state.detach()
+        return F.cross_entropy(self.net["last"](out[:, 0]), y)
+
+
+def _truncated(strategy):
+    module, said = lit.seeded(_Truncated), ""
+    trainer = lit.trainer(strategy, lit.world())
+    try:
+        trainer.fit(module, DataLoader(lit.rows(16), batch_size=8))
+    except (RuntimeError, PeerError) as error:
+        said = f"{error} {getattr(error, '__notes__', '')}"
+    return said, None if said else lit.outcome(module, trainer), module.state
+
+
+def test_a_state_of_each_row_needs_whole_batches_and_says_so():
+    _, expected, state = run_ranks(1, _truncated, None)[0]
+    results = run_ranks(2, _truncated, {"num_microbatches": 1})
+    lit.assert_equal([found for _, found, _ in results], expected)
+    assert all(torch.allclose(found, state, rtol=1e-9) for _, _, found in results)
+    for said, _, kept in run_ranks(2, _truncated, {"num_microbatches": 2}):
+        assert kept.shape == state.shape  # of the batch, not a mean over micro-batches
+        assert "Expected hidden size (2, 4, 8), got [2, 8, 8]" in said
+        assert "use num_microbatches=1" in said

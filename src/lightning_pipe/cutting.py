@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_pipe.activations import units_to_run_again
 from lightning_pipe.conditions import Conditions
 from lightning_pipe.cuts import Cuts
 from lightning_pipe.decide import decide
-from lightning_pipe.errors import CutError, PipelineError
+from lightning_pipe.errors import CutError
 from lightning_pipe.home import (
     CutStep,
     Home,
@@ -51,7 +51,7 @@ from lightning_pipe.split.trace import Trace
 from lightning_pipe.tail.loggers import silenced_loggers
 from lightning_pipe.tail.losses import need_loss
 from lightning_pipe.ways import Ways, look_around, more_parameters
-from lightning_pipe.work import Context
+from lightning_pipe.work import Context, noted
 
 
 class PipelineCuts:
@@ -250,7 +250,7 @@ class PipelineCuts:
         with (
             torch.set_grad_enabled(training),
             self._context(name),
-            _noted(name, piece),
+            noted(name, piece),
         ):
             found = trace_step(
                 self.module,
@@ -367,20 +367,3 @@ class PipelineCuts:
     @cached_property
     def _batch_norms(self) -> list[tuple[str, nn.Module]]:
         return batch_norms(self.module)
-
-
-@contextmanager
-def _noted(name: str, piece: Any) -> Iterator[None]:
-    """Says with an exception of the user's step that it saw one micro-batch."""
-    try:
-        yield
-    except PipelineError:
-        raise
-    except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"{name} was given a micro-batch: {describe(piece)}. If it fails only because it "
-                "needs all rows of the batch together, use num_microbatches=1; if something in it "
-                "was split along the wrong dimension, or should be whole, say so with split_batch"
-            )
-        raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipe.errors import PipelineError
 from lightning_pipe.home import CutStep
 from lightning_pipe.iterated import Iterated
 from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.split._fake import is_fake
-from lightning_pipe.split.nest import copy_tensors
+from lightning_pipe.split.nest import copy_tensors, describe
 from lightning_pipe.split.program import Skipped, StepResult
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
@@ -102,12 +103,13 @@ class StepRun:
         record = (self.record or ()) if program.is_last else ()
         watch = self.denominators if program.is_last else None
         kept = nullcontext() if self.kept is None else self.kept.counting(stage, microbatch)
-        noted = (
+        counted = (
             nullcontext()
             if self.statistics is None
             else self.statistics.microbatch(stage, microbatch)
         )
-        with self.context(self.name), traces, watch or nullcontext(), kept, noted:
+        said = noted(self.name, piece) if len(self.pieces.batches) > 1 else nullcontext()
+        with self.context(self.name), traces, watch or nullcontext(), kept, counted, said:
             result = program.run(
                 step,
                 received,
@@ -205,3 +207,20 @@ class StageOfStep:
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._step.run(self._stage, microbatch, received)
+
+
+@contextmanager
+def noted(name: str, piece: Any) -> Iterator[None]:
+    """Says with an exception of the user's step that it saw one micro-batch."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"{name} was given a micro-batch: {describe(piece)}. If it fails only because it "
+                "needs all rows of the batch together, use num_microbatches=1; if something in it "
+                "was split along the wrong dimension, or should be whole, say so with split_batch"
+            )
+        raise

@@ -110,8 +110,12 @@ ROWS = (2, 1)
             [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([4.0, 0.0, 1.0])],
             torch.tensor([2.0, 0.0, 1.0]),
         ),
+        (
+            [torch.zeros(2, 2, 3), torch.ones(2, 1, 3)],
+            torch.tensor([0.0, 0.0, 1.0])[:, None].expand(2, 3, 3),
+        ),
     ],
-    ids=["mean", "count", "rows", "rows x 3", "vector of means"],
+    ids=["mean", "count", "rows", "rows x 3", "vector of means", "states of rows"],
 )
 def test_tensors_are_merged_as_the_whole_batch_would_have_them(values, expected):
     torch.testing.assert_close(merge_values(values, ROWS), expected)

@@ -102,6 +102,8 @@ def merge_tensors(
         flattened = _are_flattened_rows(values, rows)
         if row_wise or flattened:
             return torch.cat(list(values))
+    if _are_states_of_rows(values, rows):
+        return torch.cat(list(values), dim=1)
     if any(value.shape != first.shape for value in values):
         same_rest = first.dim() and all(value.shape[1:] == first.shape[1:] for value in values)
         return torch.cat(list(values)) if same_rest else first
@@ -161,6 +163,13 @@ def _are_flattened_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
         return False
     factors = {divmod(v.shape[0], size) for v, size in zip(values, rows, strict=True)}
     return len(factors) == 1 and next(iter(factors))[1] == 0
+
+
+def _are_states_of_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether these are the states of a recurrent network: layers x rows x features."""
+    sizes = {(v.shape[0], v.shape[2]) for v in values if v.dim() == 3 and v.is_floating_point()}
+    shaped = all(v.dim() == 3 and v.shape[1] == n for v, n in zip(values, rows, strict=True))
+    return shaped and len(sizes) == 1
 
 
 def _are_row_lists(values: Sequence[Any], rows: Sequence[int]) -> bool:

@@ -204,3 +204,14 @@ def test_draw_says_what_is_wrong(
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         command(monkeypatch, "draw", *arguments.split())
+
+
+def test_every_second_unit_may_be_asked_for_on_a_command_line() -> None:
+    """Where all values are text."""
+    for every in (2, "2"):
+        strategy = PipelineStrategy(activation_checkpointing=every)
+        made = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+        assert made.strategy is strategy
+    strategy = PipelineStrategy(activation_checkpointing="two")
+    with pytest.raises(ValueError, match="activation_checkpointing='two'"):
+        Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)

@@ -165,9 +165,7 @@ class PipelineStrategy(PipelineReadings):
             "split_points": None if split_points is None else tuple(split_points),
             "split_batch": dict(split_batch or {}),
             "batchnorm": batchnorm,
-            "activation_checkpointing": tuple(activation_checkpointing)
-            if isinstance(activation_checkpointing, (list, tuple))
-            else activation_checkpointing,
+            "activation_checkpointing": _checkpointing(activation_checkpointing),
             "costs": None if costs is None else read_costs(costs),
         }
         if plan is not None:
@@ -553,3 +551,10 @@ class PipelineStrategy(PipelineReadings):
 def _number(size: Size) -> int | None:
     """What a user gave as a number, "auto" as None."""
     return None if size == "auto" else size
+
+
+def _checkpointing(wanted: str | int | list[str]) -> str | int | tuple[str, ...]:
+    """As a layout has it; a command line gives numbers as text."""
+    if isinstance(wanted, (list, tuple)):
+        return tuple(wanted)
+    return int(wanted) if isinstance(wanted, str) and wanted.isdecimal() else wanted

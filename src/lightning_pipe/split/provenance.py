@@ -167,7 +167,7 @@ class OperatorLedger(DispatchMode):
         made = tensors(out)
         if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             self.reads_in_units += 1
-        if is_draw(func):
+        if is_draw(func, args, kwargs):
             self._on_draw()
             self.drawn_in_units += 1
             self.scalar_draws += any(t.numel() == 1 for t in made)
@@ -193,7 +193,7 @@ class OperatorLedger(DispatchMode):
             t.dtype in (torch.bool, torch.uint8) for t in inputs[1:]
         )
         self.read_draws |= drawn and is_read and not by_number
-        if is_draw(func):
+        if is_draw(func, args, kwargs):
             self.random_draws += 1
             self._on_draw()
             drawn = True

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from lightning_pipe.split.tree import tensors
 
+_NOTHING: Mapping[str, Any] = {}
 _MASK = (1 << 63) - 1
 
 
@@ -192,9 +194,22 @@ def preserved(device_type: str = "cpu", generators: Sequence[Generator] = ()) ->
             _set_state(generator, state)
 
 
-def is_draw(operator: Any) -> bool:
-    """Tell whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+def is_draw(operator: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> bool:
+    """Tell whether an operator draws random numbers, for these arguments: attention may drop at a
+    rate of zero."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    place = _place_of_rate(operator)
+    if place is None:
+        return True
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+@lru_cache(maxsize=1024)
+def _place_of_rate(operator: Any) -> int | None:
+    schema = getattr(operator, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +227,7 @@ class Drawn:
     @classmethod
     def before(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Drawn | None:
         """Note where the generator of an operation stands; None for one that does not draw."""
-        if not is_draw(func):
+        if not is_draw(func, args, kwargs):
             return None
         own = kwargs.get("generator")
         if own is not None:

@@ -106,8 +106,9 @@ class _Draws(DispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
-        self.count += is_draw(func)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.count += is_draw(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 class _Scout(TorchFunctionMode):

@@ -61,6 +61,7 @@ class Streams:
         self._watch = watch
         #: whether anything here draws from Python or NumPy: their states are slow to keep
         self._host = watch or any(drawing.values())
+        self._is_idle = not drawing and not watch
         self._counts: Counter[str] = Counter()
         self._begun: Counter[str] = Counter()
         self._stack = [""]
@@ -148,11 +149,13 @@ class Streams:
             entered: What it calls, when traced: all stages count the same, whatever it calls now.
         """
         before = self._counts[name]
+        if self._is_idle:  # nobody is known to draw before or after it
+            self.random.seed(number_of(name), before, host=False)
+            yield
+            self._counts[name] = before + 1
+            return
         known = [(part, self._counts[part] + n) for part, n in self._named(name, entered)]
         if name in self.drawing:  # its wrapper begins its stream
-            yield
-        elif not self.drawing and not self._watch:  # nobody is known to draw before or after it
-            self.random.seed(number_of(name), before, host=False)
             yield
         else:
             with self._stream(name, self._host):
@@ -164,6 +167,9 @@ class Streams:
     def pass_over(self, name: str, entered: Entered) -> None:
         """Count as if a unit had been called that another stage calls."""
         before = self._counts[name]
+        if self._is_idle:
+            self._counts[name] = before + 1
+            return
         for part, count in self._named(name, entered):
             self._counts[part] += count
         self._counts[name] = max(self._counts[name], before + 1)

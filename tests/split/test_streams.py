@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.rng import is_draw
 from lightning_pipe.split.streams import draw_in_vain
 
 WIDTH, BLOCKS = 8, 3
@@ -280,3 +281,14 @@ def test_dropout_that_begins_later_does_not_move_the_glue() -> None:
         assert isinstance(values, StepResult)
         losses.append(values.value.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_attention_at_a_rate_of_zero_draws_nothing() -> None:
+    drop = torch.ops.aten._scaled_dot_product_flash_attention.default
+    some = [torch.ones(1, 1, 2, 8)] * 3
+    assert [is_draw(drop, some), is_draw(drop, [*some, 0.0]), is_draw(drop, [*some, 0.1])] == [
+        *(False, False, True)
+    ]
+    assert is_draw(drop, some, {"dropout_p": 0.1})
+    assert is_draw(torch.ops.aten.bernoulli.default, [torch.ones(2)])
+    assert not is_draw(torch.ops.aten.add.Tensor, some[:2])

@@ -249,8 +249,7 @@ class PipelineProcesses(ParallelStrategy):
             self._guard.__exit__(type(error), error, error.__traceback__)
         except PeerError as named:  # this one is raised where it is, so it says who failed
             if named is not error and isinstance(error, PeerError):
-                first = str(named).partition("\n")[0]  # the rest is in the output of that rank
-                error.args = (f"{first}. Here: {error}",)
+                error.args = (f"{named}. Here: {error}",)
 
     def _progress(self) -> Progress | None:
         """What the engine is doing, once there is one."""

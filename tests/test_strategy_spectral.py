@@ -22,6 +22,12 @@ class _Spectral(lit.Lit):
         return nn.Sequential(*blocks, blocks[-1], nn.Linear(width, 4))
 
 
+class _Once(_Spectral):
+    def make_net(self, width, depth):
+        net = super().make_net(width, depth)
+        return nn.Sequential(*net[:-2], net[-1])
+
+
 class _Older(_Spectral):
     normed = staticmethod(spectral_norm)
 
@@ -42,3 +48,10 @@ def test_every_micro_batch_has_the_estimate_of_the_whole_batch(cls):
     for strategy in ({"num_microbatches": 4}, {"activation_checkpointing": "all"}):
         lit.assert_equal(lit.run_ranks(2, _fit, strategy, cls), expected)
     assert torch.isfinite(torch.tensor(list(expected["metrics"].values()))).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_chunk_of_a_rank_has_its_own_turn():
+    expected = lit.run_ranks(1, _fit, None, _Once)[0]
+    chunks = {"num_microbatches": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2}
+    lit.assert_equal(lit.run_ranks(2, _fit, chunks, _Once), expected)

@@ -50,6 +50,13 @@ class CutStep:
             program.watch = self.restless
         return replace(self, unproven=None)
 
+    def units_of_others(self, stage: int) -> frozenset[str]:
+        """Units that a micro-batch does not come to first on this rank in this stage."""
+        before = (s for s in self.programs if s < stage)
+        known = frozenset().union(*(self.cut.units_of(s) for s in before))
+        first = frozenset(self.cut.units_of(stage)) - known
+        return frozenset(self.cut.trace.unit_names) - first
+
 
 @dataclass(frozen=True, slots=True)
 class Home:

@@ -93,7 +93,7 @@ class StepRun:
     def _run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         program = self.cuts[microbatch].programs[stage]
         if self.iterated is not None:
-            self.iterated.restart()
+            self.iterated.restart(partial(self.cuts[microbatch].units_of_others, stage))
         piece = self.pieces.batches[microbatch]
         if len(self.pieces.batches) > 1 or len(self.cuts[microbatch].programs) > 1:
             piece = copy_tensors(piece)

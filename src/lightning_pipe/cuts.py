@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,10 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep, Home, buffers_outside, changing_places
 from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.program import StageProgram
+from lightning_pipe.split.rng import Generator
 from lightning_pipe.split.shapes import Family, Sample
 from lightning_pipe.split.signature import Signature
 from lightning_pipe.split.trace import Trace
@@ -45,6 +48,11 @@ class Cuts:
         self._cuts: OrderedDict[Hashable, CutStep] = OrderedDict()
         self._families: OrderedDict[Hashable, Family] = OrderedDict()
         self.memo: UnitMemo = UnitMemo()
+
+    @cached_property
+    def generators(self) -> tuple[Generator, ...]:
+        """Those that the stages seed; to look for them takes longer than a small step."""
+        return generators_of(self._module)
 
     def first(self, state: Hashable, batch: Signature, home: Home) -> None:
         """Begins with the cut that placed the weights."""
@@ -183,6 +191,7 @@ class Cuts:
                     device_type=self._device_type,
                     watch=unproven is not None or restless,
                     again=home.again,
+                    generators=self.generators,
                 )
         return prepared
 

@@ -326,6 +326,7 @@ class PipelineCuts:
                 piece,
                 key=key,
                 device_type=self.device.type,
+                generators=self._cuts.generators,
             )
 
     def _refuse_strangers(self, trace: Trace) -> None:

@@ -30,9 +30,8 @@ from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.patching import find_metrics
-from lightning_pipe.split.rng import Generator, mix, preserved
+from lightning_pipe.split.rng import mix, preserved
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.signature import signature
@@ -182,7 +181,7 @@ class Pipeline(PipelineCuts):
         start_s = time.perf_counter()
         collected = stash.collect() if stash is not None else nullcontext()
         noted = nullcontext() if step.statistics is None else step.statistics.step()
-        with collected, noted, preserved(self.device.type, self._generators):
+        with collected, noted, preserved(self.device.type, self._cuts.generators):
             self.spans = self.engine.run(schedule, stages, training=step.training)
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule
@@ -254,11 +253,6 @@ class Pipeline(PipelineCuts):
                 else forward_only(placement, len(cuts), num_ranks=self.ranks.num_positions)
             )
         return self._schedules[key]
-
-    @cached_property
-    def _generators(self) -> tuple[Generator, ...]:
-        """Those that the stages seed; to look for them takes longer than a small step."""
-        return generators_of(self.module)
 
     @cached_property
     def _own_parameters(self) -> dict[str, nn.Parameter]:

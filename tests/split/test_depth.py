@@ -235,7 +235,16 @@ def test_a_scout_finds_the_way_and_leaves_nothing_behind() -> None:
     memo = UnitMemo()
 
     def way(key: int) -> Any:
-        return find_way(case.module, first, memo, case.loss, case.batch, key=key, device_type="cpu")
+        return find_way(
+            case.module,
+            first,
+            memo,
+            case.loss,
+            case.batch,
+            key=key,
+            device_type="cpu",
+            generators=(),
+        )
 
     assert way(0) is None, "nobody knows what units do"
     memo.learn(case.module, first)

@@ -43,7 +43,7 @@ from lightning_pipe.split.patching import (
     silent_talk,
 )
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, preserved
+from lightning_pipe.split.rng import Generator, KeyedRandom, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.streams import Streams, callable_modules
@@ -104,6 +104,7 @@ class StageProgram:
         device_type: Device whose random generator is keyed beside the CPU's.
         watch: Check all that the stage does against the trace, which was derived and may be wrong.
         again: Units that keep their inputs only and run again for the backward, where they can.
+        generators: Of the module, where they are known.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class StageProgram:
         device_type: str = "cpu",
         watch: bool = False,
         again: AbstractSet[str] = frozenset(),
+        generators: tuple[Generator, ...] | None = None,
     ) -> None:
         self.stage = stage
         self.watch = watch
@@ -125,7 +127,7 @@ class StageProgram:
         self._trace = cut.trace
         self._root = root
         self._device_type = device_type
-        self._generators = generators_of(root)
+        self._generators = generators_of(root) if generators is None else generators
         self._modules = callable_modules(root)
         self._input_keys: Sequence[ValueKey] = cut.crossing[stage - 1] if stage else ()
         self._output_keys: Sequence[ValueKey] = () if self.is_last else cut.crossing[stage]

@@ -22,7 +22,6 @@ from lightning_pipe.split._fake import (
     inside_step,
     without_modes,
 )
-from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import UnitMemo, arguments_key, rebuild
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.nested import opened_encoders
@@ -38,7 +37,7 @@ from lightning_pipe.split.patching import (
 )
 from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.recompute import Regions
-from lightning_pipe.split.rng import KeyedRandom, is_draw, preserved
+from lightning_pipe.split.rng import Generator, KeyedRandom, is_draw, preserved
 from lightning_pipe.split.snapshot import AttributeKeeper, Snapshot
 from lightning_pipe.split.streams import (
     Streams,
@@ -65,6 +64,7 @@ def find_way(
     *,
     key: int,
     device_type: str,
+    generators: tuple[Generator, ...],
 ) -> Hashable | None:
     """Return what tells the way of a micro-batch from others; None if only a trace can.
 
@@ -78,11 +78,11 @@ def find_way(
         batch: One micro-batch.
         key: Its random key.
         device_type: Device whose random generator is keyed beside the CPU's.
+        generators: Others that the step may draw from.
     """
     units = {name: root.get_submodule(name) for name in like.units}
     snapshot = Snapshot(root, units)
     keeper = AttributeKeeper(root, like.changed_attributes | like.ghost_attributes)
-    generators = generators_of(root)
     random = KeyedRandom(key, device_type, generators)
     streams = Streams(callable_modules(root), random, like.drawing)
     try:

@@ -35,23 +35,20 @@ def mix(*parts: int) -> int:
 
 
 #: generators with a state of their own, beside the global ones
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+HostGenerator = np.random.Generator | np.random.RandomState | random.Random
+Generator = torch.Generator | HostGenerator
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def _seed(generator: Generator, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
+def _seed(generator: HostGenerator, seed: int) -> None:
+    if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
         bits.state = type(bits)(seed).state
     else:
         generator.seed(seed & 0xFFFFFFFF)
 
 
-def _state(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
+def _state(generator: HostGenerator) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return (
@@ -70,10 +67,8 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
+def _set_state(generator: HostGenerator, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
@@ -176,22 +171,12 @@ class KeyedRandom:
 def preserved(device_type: str = "cpu", generators: Sequence[Generator] = ()) -> Iterator[None]:
     """Put all global generators, and those given, back on exit: a step must not move the user's
     random streams."""
-    torch_state = torch.get_rng_state()
-    module = getattr(torch, device_type) if device_type != "cpu" else None
-    device_state = module.get_rng_state() if module is not None else None
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    states = [_state(generator) for generator in generators]
+    streams = KeyedRandom(0, device_type, generators)
+    state = streams.state()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        if module is not None:
-            module.set_rng_state(device_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(generators, states, strict=True):
-            _set_state(generator, state)
+        streams.put_back(state)
 
 
 def is_draw(operator: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> bool:

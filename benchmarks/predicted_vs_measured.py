@@ -1,6 +1,6 @@
 """Predicted against measured: step time and saved bytes of every schedule, and of a planned cut.
 
-    python benchmarks/predicted_vs_measured.py [--ranks 2 4] [--work wait|compute]
+    python benchmarks/predicted_vs_measured.py [--ranks 2 4] [--work wait|compute] [--unit 0.012]
 
 Units that wait stand for a device that computes: their time is known, and ranks do not share cores.
 Costs are measured as for a plan, one unit at a time; then the step is predicted and run. One more
@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.waiting import SCHEDULES, Wait, fit
 from tests.helpers import run_ranks
 
-STEPS, SKIPPED = 9, 3
+STEPS, SKIPPED = 8, 2
 
 
 class Block(nn.Module):
-    """A unit that takes a known time, or a known number of FLOPs."""
+    """A unit that takes `load` seconds for each of F, I and W, or as many FLOPs as go with them."""
 
     def __init__(self, width: int, load: float, work: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.load, self.work = load, work
         if work == "compute":
-            hidden = int(load * 64) * 16
+            hidden = int(load * 1e3 * 16) * 16
             self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.work == "compute":
             return x + self.down(self.up(x * self.weight).relu())
-        unit_s = self.load * 4e-3  # F, I and W each; W's wait is on the way to the weight alone
+        unit_s = self.load  # F, I and W each; W's wait is on the way to the weight alone
         return Wait.apply(x, unit_s, unit_s) * Wait.apply(self.weight, 0.0, unit_s)
 
 
@@ -72,6 +72,7 @@ def make_module(loads: list[float], work: str) -> Any:
 
 def costs_of(loads: list[float], work: str, rows: int) -> str:
     """Measures the units, as `lightning-pipe plan --measure` does."""
+    from lightning_pipe.runtime.overhead import action_overhead_s
     from lightning_pipe.split.measure import measure_units
 
     module = make_module(loads, work)
@@ -83,7 +84,7 @@ def costs_of(loads: list[float], work: str, rows: int) -> str:
         device=torch.device("cpu"),
         rows=rows,
     )
-    return table.to_json()
+    return replace(table, overhead_s=action_overhead_s(torch.device("cpu"))).to_json()
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,6 @@ def predict(
 
 
 def _without_weights(profile: Any) -> Any:
-    from dataclasses import replace
-
     return replace(profile, units=tuple(replace(unit, weights=()) for unit in profile.units))
 
 
@@ -151,17 +150,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--work", choices=("wait", "compute"), default="wait")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--unit", type=float, default=12e-3, help="seconds of a unit's F")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, units {options.work}\n")
     print("| ranks | model | cut | schedule | predicted | measured | ratio | saved bytes | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
-            _print_rows(ranks, options.work, options.schedules, Path(folder) / "costs.json")
+            _print_rows(ranks, options, Path(folder) / "costs.json")
 
 
-def _print_rows(ranks: int, work: str, schedules: list[str], file: Path) -> None:
-    even, heavy_head = [1.0] * 4 * ranks, [1.0] * (4 * ranks - 1) + [3.0]
+def _print_rows(ranks: int, options: argparse.Namespace, file: Path) -> None:
+    unit, work = options.unit, options.work
+    even, heavy_head = [unit] * 4 * ranks, [unit] * (4 * ranks - 1) + [3 * unit]
     rows, pieces = 8, 4 * ranks
     for model, loads, cuts in (
         ("even", even, ("uniform",)),
@@ -169,7 +170,7 @@ def _print_rows(ranks: int, work: str, schedules: list[str], file: Path) -> None
     ):
         costs = costs_of(loads, work, rows)
         file.write_text(costs)
-        for name in schedules:
+        for name in options.schedules:
             for cut in cuts:
                 arguments = {
                     "num_microbatches": pieces, "schedule": name, "balance": cut,

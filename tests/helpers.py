@@ -293,6 +293,7 @@ def _serve(rank: int, connection: Connection, stack_file: str) -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         connection.send("ready")
@@ -302,6 +303,14 @@ def _serve(rank: int, connection: Connection, stack_file: str) -> None:
             except EOFError:
                 return
             connection.send_bytes(_dump(_run(job, rank)))
+
+
+def _end_with_parent() -> None:
+    """A worker whose test process was killed waits for its peers no more."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _dump(result: Result) -> bytes:

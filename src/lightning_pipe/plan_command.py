@@ -43,6 +43,7 @@ from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.topology import Topology
 from lightning_pipe.processes import PipelineProcesses
+from lightning_pipe.runtime.overhead import action_overhead_s
 from lightning_pipe.split._fake import large_as_fakes, to_dtype
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.joining import join_batches
@@ -214,7 +215,7 @@ class _Fit:
         """Times every unit of the step of a micro-batch."""
         piece = split_batch(self.batch, num_microbatches, self.rules)
         with seam.step_name(self.module, "training_step"), self._context():
-            return measure_units(
+            table = measure_units(
                 self.module,
                 self.step,
                 piece.batches[0],
@@ -222,6 +223,7 @@ class _Fit:
                 device=device,
                 rows=piece.rows[0],
             )
+        return replace(table, overhead_s=action_overhead_s(device))
 
     def _context(self) -> Any:
         return self._trainer.precision_plugin.train_step_context()

@@ -119,39 +119,56 @@ def test_the_whole_curve_is_scaled(name: str, rule: Any, factor: float) -> None:
     assert scaled == pytest.approx([factor * rate for rate in plain])
 
 
-def test_warmup_is_kept_in_samples_and_the_peak_moves() -> None:
-    half = EffectiveBatchRescaler("linear", reference=4)
+RULES = pytest.mark.parametrize(("rule", "factor"), [("linear", 2), ("sqrt", 2**0.5), ("none", 1)])
+
+
+@RULES
+def test_warmup_is_kept_in_samples_and_the_peak_moves(rule: Any, factor: float) -> None:
+    half = EffectiveBatchRescaler(rule, reference=4)
     rates = _fit(_warmup_then_cosine, 8, half).rates
-    warmup = [0.2 * (0.25 + 0.75 * t / 4) for t in range(4)]
-    floor = 0.02
-    decay = [floor + (0.2 - floor) * (1 + math.cos(math.pi * t / 16)) / 2 for t in range(STEPS - 4)]
+    peak, floor = 0.1 * factor, 0.01 * factor
+    warmup = [peak * (0.25 + 0.75 * t / 4) for t in range(4)]
+    decay = [
+        floor + (peak - floor) * (1 + math.cos(math.pi * t / 16)) / 2 for t in range(STEPS - 4)
+    ]
     assert rates[:20] == pytest.approx((warmup + decay)[:20])
     assert half.history[0]["notes"] == ["warm-up: 8 steps left became 4"]
 
 
-def test_lambdas_warm_up_in_as_many_samples_and_end_where_they_did() -> None:
+@RULES
+def test_lambdas_warm_up_in_as_many_samples_and_end_where_they_did(
+    rule: Any, factor: float
+) -> None:
     def curve(step: float) -> float:
         return min(1.0, step / 8) * (1.0 if step < 8 else 1 - (step - 8) / 32)
 
-    rescaler = EffectiveBatchRescaler("sqrt", reference=4, warmup_steps=8)
+    rescaler = EffectiveBatchRescaler(rule, reference=4, warmup_steps=8)
     rates = _fit(lambda o: LambdaLR(o, curve), 8, rescaler).rates
-    scale = 0.1 * math.sqrt(2)
     time = [2 * t if t <= 4 else 8 + (t - 4) * 16 / 20 for t in range(STEPS)]
-    assert rates == pytest.approx([scale * curve(t) for t in time])
+    assert rates == pytest.approx([0.1 * factor * curve(t) for t in time])
 
 
-def test_one_cycle_rises_in_half_the_steps() -> None:
-    rescaler = EffectiveBatchRescaler("linear", reference=4)
+@RULES
+def test_one_cycle_rises_in_half_the_steps(rule: Any, factor: float) -> None:
+    rescaler = EffectiveBatchRescaler(rule, reference=4)
     rates = _fit(lambda o: OneCycleLR(o, 0.1, STEPS, pct_start=0.5), 8, rescaler).rates
-    assert max(rates) == pytest.approx(0.2)
-    assert rates.index(max(rates)) == 5  # it was 11
+    peak = 0.1 * factor
+    start, end, top, last = peak / 25, peak / 25 / 1e4, 5, STEPS - 1  # the top was at step 11
+
+    def between(low: float, high: float, part: float) -> float:
+        return low + (high - low) * (1 - math.cos(math.pi * part)) / 2
+
+    rise = [between(start, peak, t / top) for t in range(top)]
+    fall = [between(peak, end, (t - top) / (last - top)) for t in range(top, STEPS)]
+    assert rates == pytest.approx(rise + fall)
 
 
-def test_a_plateau_scheduler_goes_on_from_the_scaled_rate() -> None:
-    rescaler = EffectiveBatchRescaler("linear", reference=4)
+@RULES
+def test_a_plateau_scheduler_goes_on_from_the_scaled_rate(rule: Any, factor: float) -> None:
+    rescaler = EffectiveBatchRescaler(rule, reference=4)
     make: Make = lambda o: ReduceLROnPlateau(o, factor=0.5, patience=0, min_lr=0.04)  # noqa: E731
     rates = _fit(make, 8, rescaler, steps=6).rates
-    assert rates == pytest.approx([0.2, 0.2, 0.1, 0.08, 0.08, 0.08])
+    assert rates == pytest.approx([factor * rate for rate in (0.1, 0.1, 0.05, 0.04, 0.04, 0.04)])
 
 
 def test_adam_moves_its_betas_too() -> None:

@@ -19,6 +19,7 @@ from tests.runtime.models import (
 from lightning_pipe.errors import ConfigError, PeerError, ScheduleError, StageMismatchError
 from lightning_pipe.planning.schedules import SCHEDULES, forward_only, make_schedule
 from lightning_pipe.runtime.engine import Engine
+from lightning_pipe.runtime.overhead import action_overhead_s
 from lightning_pipe.runtime.ranks import make_ranks, rank_order
 from lightning_pipe.split.spec import ValueSpec
 
@@ -342,3 +343,7 @@ def test_spans_are_ordered_and_read_like_a_list():
     assert times == sorted(times)
     assert [str(span.action) for span in spans[:2]] == ["0F0", "0F1"]
     assert len(spans) == 4
+
+
+def test_what_an_action_takes_is_measured_by_one_rank() -> None:
+    assert 0 < action_overhead_s(CPU, repeats=2) < 1

@@ -111,8 +111,9 @@ class CostTable:
         link: Between two ranks of a node.
         device: What they were measured on.
         rows: Rows of the measured micro-batch; 0 if unknown.
-        overhead_s: Seconds of one action beside its units.
+        overhead_s: Seconds of one action beside the code of its stage: the engine's.
         node_link: Between two nodes, if that is another.
+        forward_overhead_s: Seconds of a stage's forward beside its units: glue, stand-ins.
 
     >>> table = CostTable((UnitCosts("head", 1.0, 1.0, 1.0),), LinkCosts(), device="cpu")
     >>> CostTable.from_json(table.to_json()) == table
@@ -125,6 +126,7 @@ class CostTable:
     rows: int = 0
     overhead_s: float = 0.0
     node_link: LinkCosts | None = None
+    forward_overhead_s: float = 0.0
 
     def to_json(self) -> str:
         """The table as text; a link without limit has ``null`` bytes per second."""
@@ -152,6 +154,7 @@ class CostTable:
                 int(table.get("rows", 0)),
                 float(table.get("overhead_s", 0.0)),
                 None if node_link is None else _read_link(node_link),
+                float(table.get("forward_overhead_s", 0.0)),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"the cost table cannot be read: {error!r}") from error

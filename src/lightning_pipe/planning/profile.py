@@ -99,7 +99,8 @@ class Profile:
         units: The calls.
         weights: Every parameter by its first name.
         rows: Rows of the micro-batch that the numbers are for.
-        overhead_s: Seconds of one action that are not the units': Python, the glue.
+        overhead_s: Seconds of one action that are the engine's.
+        forward_overhead_s: Seconds of a stage's forward that are not its units'.
         measured_on: The device whose clock the seconds are from; empty if they are from FLOPs.
         flops_per_s: What the seconds are from otherwise; 1 where they stand for FLOPs only.
         notes: What is uncertain, a sentence each.
@@ -109,6 +110,7 @@ class Profile:
     weights: Mapping[str, Weight]
     rows: int = 1
     overhead_s: float = 0.0
+    forward_overhead_s: float = 0.0
     measured_on: str = ""
     flops_per_s: float = 0.0
     notes: tuple[str, ...] = ()
@@ -155,7 +157,13 @@ class Profile:
             for unit, cost in zip(self.units, costs, strict=True)
         )
         device = table.device or "a device"
-        return replace(self, units=units, overhead_s=table.overhead_s, measured_on=device)
+        return replace(
+            self,
+            units=units,
+            overhead_s=table.overhead_s,
+            forward_overhead_s=table.forward_overhead_s,
+            measured_on=device,
+        )
 
     def with_flops_per_s(self, flops_per_s: float) -> Profile:
         """The same calls with seconds from their FLOPs: I and W take as long as F."""
@@ -227,7 +235,7 @@ class Profile:
         weight_s = sum(unit.weight_s for unit in units)
         is_last = end == len(self.units)
         return StageCosts(
-            forward_s=forward_s + self.overhead_s,
+            forward_s=forward_s + self.overhead_s + self.forward_overhead_s,
             input_s=sum(unit.input_s for unit in units)
             + self.overhead_s
             + sum(self.units[i].forward_s for i in again)

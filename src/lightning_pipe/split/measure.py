@@ -8,7 +8,6 @@ the units are real ones.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from lightning_pipe.planning.costs import CostTable, LinkCosts, UnitCosts
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.nest import mapped
+from lightning_pipe.split.overhead import now_s, stage_overhead_s
 from lightning_pipe.split.patching import (
     attributes,
     find_metrics,
@@ -57,8 +57,8 @@ def measure_units(
         repeats: Timed runs of each unit, of which the median counts; two come before them.
 
     Returns:
-        The costs by unit call, with the glue's time added to the calls that it leads to; without a
-        link. Nothing of the module is changed.
+        The costs by unit call, with the glue's time added to the calls that it leads to, and what a
+        stage's forward takes beside its units; without a link. Nothing of the module is changed.
     """
     trace = trace_step(root, step, batch, num_stages=num_stages)
     units = {name: root.get_submodule(name) for name in trace.unit_names}
@@ -73,9 +73,18 @@ def measure_units(
                 with _watched(root, units, stopwatch):
                     result = step(mapped(batch, _copied))
                     stopwatch.end(result)
+            beside_s = stage_overhead_s(
+                root,
+                trace,
+                lambda: step(mapped(batch, _copied)),
+                device,
+                lambda unit: _on_device(unit, device, _names(unit)),
+            )
     finally:
         snapshot.restore()
-    return CostTable(tuple(stopwatch.costs), LinkCosts(), str(device), rows)
+    return CostTable(
+        tuple(stopwatch.costs), LinkCosts(), str(device), rows, forward_overhead_s=beside_s
+    )
 
 
 @contextmanager
@@ -146,8 +155,7 @@ class _Stopwatch:
     ) -> Any:
         leaves, structure = flatten(arguments)
         inputs = [_leaf(value) for value in leaves]
-        names = frozenset(n for n, _ in module.named_parameters())
-        with _on_device(module, self.device, names):
+        with _on_device(module, self.device, _names(module)):
             parameters = [p for p in module.parameters() if p.requires_grad]
             times: list[tuple[float, float, float]] = []
             for _ in range(_WARM_UP + self.repeats if self._timed else 1):
@@ -188,9 +196,11 @@ class _Stopwatch:
         return self._now_s() - middle_s, middle_s - start_s
 
     def _now_s(self) -> float:
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize(self.device)
-        return time.perf_counter()
+        return now_s(self.device)
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters())
 
 
 def _leaf(value: Any) -> Any:

@@ -42,9 +42,9 @@ from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read
 from lightning_pipe.split.patching import attributes
 from lightning_pipe.split.paths import Answers, Paths
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
-from lightning_pipe.split.program import Skipped
 from lightning_pipe.split.rng import Salts, mix
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
+from lightning_pipe.split.run import Skipped
 from lightning_pipe.split.scout import find_way
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace

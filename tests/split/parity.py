@@ -22,8 +22,9 @@ from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.paths import Paths
-from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import KeyedRandom
+from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.streams import number_of
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import map_tensors, tensors
@@ -147,7 +148,7 @@ def compare(
         for one in cuts
     ]
     if again:
-        assert any(program._runs_again for program in programs[0])
+        assert any(program.runs_again for program in programs[0])
     got = _run(cases, programs, keys)
     return Parity(
         max(abs(a - b) / (abs(a) + 1e-12) for a, b in zip(losses, got, strict=True)),

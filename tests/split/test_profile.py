@@ -19,7 +19,8 @@ from lightning_pipe.split.cut import StepCut, place
 from lightning_pipe.split.measure import measure_units
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
-from lightning_pipe.split.program import StageProgram, StepResult
+from lightning_pipe.split.program import StageProgram
+from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.trace import Trace
 
 

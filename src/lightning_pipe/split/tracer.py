@@ -19,21 +19,15 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import (
-    DEVICE_OF,
     GHOSTS,
-    DispatchMode,
-    as_fake,
     function_mode_off,
     inside_step,
-    is_fake,
-    storage_key,
     without_modes,
 )
 from lightning_pipe.split.callers import KeepWhole, check_callers, whole_for_hooks
 from lightning_pipe.split.frozen import contents, holds_fake
 from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import (
-    Elsewhere,
     Outcome,
     SharedOutcomes,
     UnitMemo,
@@ -42,6 +36,7 @@ from lightning_pipe.split.memo import (
 )
 from lightning_pipe.split.nest import copy_tensors, leaves
 from lightning_pipe.split.nested import opened_encoders
+from lightning_pipe.split.operators import OperatorLedger, Sources
 from lightning_pipe.split.patching import (
     Replacement,
     Wrapper,
@@ -53,45 +48,27 @@ from lightning_pipe.split.patching import (
     silent_metrics,
     silent_talk,
 )
-from lightning_pipe.split.provenance import InnerGradient, OperatorLedger, Sources, ValueLedger
+from lightning_pipe.split.provenance import InnerGradient, ValueLedger
 from lightning_pipe.split.recompute import Regions
 from lightning_pipe.split.rng import KeyedRandom, Salts
 from lightning_pipe.split.saved import SavedTensors
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.streams import Drawing, Streams, callable_modules
 from lightning_pipe.split.trace import (
-    Alias,
     Constant,
     Leaf,
-    Meta,
     NewTensor,
     SideAttribute,
     Source,
     Trace,
     UnitCall,
-    WrittenArgument,
-    WrittenOutput,
 )
-from lightning_pipe.split.tree import TreeSpec, flatten, map_tensors, tensors, unflatten
+from lightning_pipe.split.tree import TreeSpec, flatten, tensors, unflatten
 from lightning_pipe.split.typed import asking_files
+from lightning_pipe.split.unit_calls import UnitRunner, own_objects, tensor_attributes
 
 #: the replacements that keep a step from talking, given what takes note of what it would have said
 Silenced = Callable[[Callable[[Any], None]], Iterable[Replacement]]
-
-
-class _Inside(DispatchMode):
-    """Puts the operator ledger above the fake mode while a unit runs."""
-
-    def __init__(self, ledger: OperatorLedger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
-
-    def __torch_dispatch__(  # type: ignore[no-untyped-def]
-        self, func, types, args=(), kwargs=None
-    ):
-        if func is DEVICE_OF:
-            return func(*args)
-        return self._ledger.inside_unit(func, args, kwargs or {})
 
 
 class Tracer:
@@ -167,15 +144,12 @@ class Tracer:
             recomputed=lambda: self._regions.inside,
             instead=instead,
         )
+        self._runner = UnitRunner(self.operators, self.values, self.streams, real=real)
         self.calls: list[UnitCall] = []
-        self.notes: list[str] = []
         self._repeated: set[str] = set()
-        #: units that cannot run on fakes and ran on made-up values
-        self._on_random: set[str] = set()
         self._saved = SavedTensors(root)
         self._regions = Regions(lambda: self._busy, draws=lambda: self.operators.random_draws)
         self._busy = False
-        self._memory: dict[int, set[Any]] = {}
         self._sinks: set[Source] = set()
         self._unit_sinks: set[Source] = set()
 
@@ -253,7 +227,7 @@ class Tracer:
         changed, ghosts, buffers = set(), set(), {}
         installed = snapshot.keep_installed()
         if installed:
-            self.notes.append(
+            self._runner.notes.append(
                 f"the step installs hooks: they are on {len(installed)} modules, such as "
                 f"{installed[0]}, from now on"
             )
@@ -285,7 +259,7 @@ class Tracer:
             recomputes=self._regions.seen,
             shared=tuple(
                 frozenset(keys)
-                for memory, keys in self._memory.items()
+                for memory, keys in self._runner.memory.items()
                 if len(keys) > 1 and memory in self.operators.written_storages
             ),
             tail_inputs=frozenset(self._sinks),
@@ -303,7 +277,7 @@ class Tracer:
             parameters=self._all_names,
             training=torch.is_grad_enabled(),
             on_fakes=not self._real,
-            notes=(*self.notes, *snapshot.changed_objects()),
+            notes=(*self._runner.notes, *snapshot.changed_objects()),
             read_values=self.values.read_values,
             glue_saved=tuple(
                 self._saved.at(segment, in_unit=False) for segment in range(len(self.calls) + 1)
@@ -348,9 +322,9 @@ class Tracer:
             known = known or (None if self._real else self._shared.get(key, structure))
             if known is None:
                 out, known, saved = self._observe(name, module, original, arguments, structure)
-                if memo is not None and not in_checkpoint and name not in self._on_random:
+                if memo is not None and not in_checkpoint and name not in self._runner.on_random:
                     memo.put(place, known)
-                if name in self._on_random:
+                if name in self._runner.on_random:
                     self._shared.note(key, known)
             else:
                 out, saved = self._repeat(name, module, known, arguments), ()
@@ -391,24 +365,26 @@ class Tracer:
     ) -> tuple[Any, Outcome, tuple[tuple[int, int], ...]]:
         """Run the unit and see what it does, and what it keeps for its backward."""
         index = len(self.calls)
-        before = _tensor_attributes(module)
+        before = tensor_attributes(module)
         flops, drawn = self.operators.flops, self.operators.drawn_in_units
         scalar_draws, reads = self.operators.scalar_draws, self.operators.reads_in_units
         counts, moves = self.streams.counts(), self.streams.num_moves
         self._busy, self.operators.inside, self._saved.in_unit = True, index, True
         try:
             with function_mode_off(self.values), self.streams.of_unit(name):
-                out, written = self._execute(name, module, original, arguments, structure)
+                out, written = self._runner.execute(name, module, original, arguments, structure)
         finally:
             self._busy, self.operators.inside, self._saved.in_unit = False, None, False
         moved = self.streams.num_moves - moves
         self._moves_in_units += moved
         drew = self.operators.drawn_in_units != drawn
         draws = bool(moved) or self.operators.scalar_draws != scalar_draws
-        draws |= drew and name in self._on_random
+        draws |= drew and name in self._runner.on_random
         if draws:
-            out = self._own_objects(out, module, arguments)
-        leaves, num_outputs, made = self._outputs(index, module, out, arguments, written, before)
+            out = own_objects(out, module, arguments)
+        leaves, num_outputs, made = self._runner.outputs(
+            index, module, out, arguments, written, before
+        )
         if draws or self.operators.reads_in_units != reads:
             leaves = tuple(Constant(None, known=False) if _may_vary(x) else x for x in leaves)
         flops = self.operators.flops - flops
@@ -417,29 +393,6 @@ class Tracer:
         entered = self.streams.entered_since(counts, name)
         outcome = Outcome(structure, made, leaves, num_outputs, flops, saved_bytes, draws, entered)
         return out, outcome, saved
-
-    def _own_objects(self, out: Any, module: nn.Module, arguments: list[Any]) -> Any:
-        """What a unit that draws returns, in objects of its own that need a gradient if they may.
-
-        Another draw may let it return what it was given, or not: the other stages must not go by
-        what happened here.
-        """
-        given = [a for a in arguments if isinstance(a, Tensor)]
-        learns = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*given, *module.parameters())
-        )
-
-        def own(tensor: Tensor) -> Tensor:
-            known = any(tensor is t for t in given)
-            floats = tensor.is_floating_point() or tensor.is_complex()
-            missing = learns and floats and not tensor.requires_grad
-            if not (known or missing):
-                return tensor
-            made = tensor.clone()
-            return made.requires_grad_().clone() if missing else made
-
-        with without_modes():
-            return map_tensors(own, out)
 
     def _of_repeated(self, name: str) -> frozenset[Any]:
         """What the first trace says of the units that were not run in this one."""
@@ -471,102 +424,6 @@ class Tracer:
         self.operators.flops += known.flops
         return unflatten(values[: known.num_outputs], known.made)
 
-    def _execute(
-        self,
-        name: str,
-        module: nn.Module,
-        original: Callable[..., Any],
-        arguments: list[Any],
-        structure: TreeSpec,
-    ) -> tuple[Any, set[int]]:
-        """Run the unit; return its output and the positions of the arguments that it wrote."""
-        if self._real:
-            versions = _versions(arguments)
-            args, kwargs = unflatten(arguments, structure)
-            return original(*args, **kwargs), _written(arguments, versions)
-        fakes = [as_fake(a) if isinstance(a, Tensor) else a for a in arguments]
-        versions = _versions(fakes)
-        args, kwargs = unflatten(fakes, structure)
-        used, counts = fakes, self.streams.counts()
-        try:
-            self.operators.on_fakes = True
-            with GHOSTS, _Inside(self.operators):
-                out = original(*args, **kwargs)
-        except Exception as error:
-            if any(is_fake(p) for p in module.parameters()):
-                raise Elsewhere(
-                    f"unit '{name}' cannot be traced: its code needs values "
-                    f"({type(error).__name__}: "
-                    f"{error}) and its weights are on another rank; give batches of one shape."
-                ) from error
-            self.notes.append(f"{name} ran on random inputs ({type(error).__name__})")
-            self._on_random.add(name)
-            used = [_random_like(a) for a in arguments]
-            self.streams.rewind(counts)
-            versions = _versions(used)
-            args, kwargs = unflatten(used, structure)
-            self.operators.on_fakes = False
-            out = original(*args, **kwargs)
-        finally:
-            self.operators.on_fakes = False
-        originals = {
-            id(u): a for u, a in zip(used, arguments, strict=True) if isinstance(u, Tensor)
-        }
-        leaves, out_structure = flatten(out)
-        leaves = [
-            originals[id(x)] if id(x) in originals else as_fake(x) if isinstance(x, Tensor) else x
-            for x in leaves
-        ]
-        return unflatten(leaves, out_structure), _written(used, versions)
-
-    def _outputs(
-        self,
-        index: int,
-        module: nn.Module,
-        out: Any,
-        arguments: list[Any],
-        written: set[int],
-        before: dict[tuple[str, str], int],
-    ) -> tuple[tuple[Leaf, ...], int, TreeSpec]:
-        """Classify every output, and the extra outputs, and record where they come from."""
-        values, structure = flatten(out)
-        position = {id(a): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
-        leaves: list[Leaf] = []
-        returned: set[int] = set()
-        for value in values:
-            key = frozenset({(index, len(leaves))})
-            if not isinstance(value, Tensor):
-                leaves.append(Constant(value))
-            elif id(value) not in position:
-                leaves.append(NewTensor(Meta.of(value)))
-                self._memory.setdefault(storage_key(value), set()).update(key)
-                self.operators.set(value, key)
-                self.values.set(value, key)
-            elif position[id(value)] in written:
-                leaves.append(WrittenOutput(position[id(value)], Meta.of(value)))
-                returned.add(position[id(value)])
-                self._overwrite(value, key)
-            else:
-                leaves.append(Alias(position[id(value)]))
-        num_outputs = len(leaves)
-        for n in sorted(written - returned):
-            self.operators.write(arguments[n], frozenset({(index, len(leaves))}))
-            leaves.append(WrittenArgument(n, Meta.of(arguments[n])))
-        for (inner, attribute), identity in _tensor_attributes(module).items():
-            value = getattr(module.get_submodule(inner), attribute)
-            if before.get((inner, attribute)) != identity and id(value) not in position:
-                key = frozenset({(index, len(leaves))})
-                leaves.append(SideAttribute(inner, attribute, Meta.of(value)))
-                self.operators.set(value, key)
-                self.values.set(value, key)
-        return tuple(leaves), num_outputs, structure
-
-    def _overwrite(self, tensor: Tensor, key: Sources) -> None:
-        """An in-place unit returned its input: the tensor now *is* the unit's output."""
-        before = self.operators.of(tensor)
-        self.operators.write(tensor, key)
-        self.operators.set(tensor, key | before)
-
 
 def _may_vary(leaf: Leaf) -> bool:
     """Tell whether a leaf of a unit that looks at values may be one of them."""
@@ -578,39 +435,6 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     """Elements and bytes of the parameters of ``module``."""
     counts = [(p.numel(), p.element_size()) for p in module.parameters()]
     return sum(n for n, _ in counts), sum(n * size for n, size in counts)
-
-
-def _versions(values: list[Any]) -> list[int | None]:
-    return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
-
-
-def _written(values: list[Any], before: list[int | None]) -> set[int]:
-    return {
-        n
-        for n, (value, version) in enumerate(zip(values, before, strict=True))
-        if version is not None and value._version != version
-    }
-
-
-def _random_like(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if not is_fake(value):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if value.is_floating_point():
-        made = torch.randn(value.shape, device=value.device).to(value.dtype)
-        return made.requires_grad_(value.requires_grad)
-    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _tensor_attributes(module: nn.Module) -> dict[tuple[str, str], int]:
-    """Identify the tensors that are plain attributes of ``module`` or of anything inside it."""
-    return {
-        (name, key): id(value)
-        for name, inner in module.named_modules()
-        for key, value in vars(inner).items()
-        if isinstance(value, Tensor)
-    }
 
 
 def _variables(error: Exception) -> list[Any]:

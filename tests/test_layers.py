@@ -32,6 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "ways": {"torch"},
     "cuts": {"torch"},
     "gradients": {"torch"},
+    "replicas": {"torch"},
     "data": {"torch", "lightning", "numpy"},
     "tail": {"torch", "torchmetrics", "numpy"},
     "iterated": {"torch"},

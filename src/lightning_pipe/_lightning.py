@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +93,25 @@ def reads_outputs(trainer: Trainer, name: str) -> bool:
     return is_overridden(hook, trainer.lightning_module) or any(
         getattr(type(callback), hook) is not getattr(Callback, hook) for callback in callbacks
     )
+
+
+def set_mesh(module: LightningModule | None, mesh: Any) -> None:
+    """Lets a module find the mesh of its processes as `self.device_mesh`."""
+    if module is not None:
+        module._device_mesh = mesh
+
+
+def name_of_reduction(op: Any) -> str:
+    """What Lightning calls a reduction, as a text: it also gives `ReduceOp`s, and None for a
+    sum."""
+    if op is None:
+        return "sum"
+    return (op if isinstance(op, str) else str(op).rpartition(".")[2]).lower()
+
+
+def syncs_batch_norms(strategy: Any) -> bool:
+    """Whether the Trainer was given `sync_batchnorm=True`."""
+    return getattr(strategy, "_layer_sync", None) is not None
 
 
 def takes_dataloader_iter(module: LightningModule, name: str) -> bool:
@@ -285,6 +304,14 @@ def batch_index(trainer: Trainer) -> tuple[int, ...]:
         return (1, loop.total_batch_idx, loop.val_loop.batch_progress.total.ready)
     active = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     return (2 + trainer.predicting, active.batch_progress.total.ready)
+
+
+def step_context(precision: Precision, name: str) -> AbstractContextManager[Any]:
+    """The precision's context of a step, by the name of its method."""
+    short = {"training": "train", "validation": "val"}.get(name.removesuffix("_step"))
+    found = getattr(precision, f"{short or name.removesuffix('_step')}_step_context")
+    context: AbstractContextManager[Any] = found()
+    return context
 
 
 @contextmanager

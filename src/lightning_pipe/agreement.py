@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipe import _loops
 from lightning_pipe.runtime import share
-from lightning_pipe.runtime.meeting import at, meet
+from lightning_pipe.runtime.meeting import everywhere, meet, meet_everywhere
 from lightning_pipe.runtime.ranks import Ranks
 
 _STOPS, _ENDED = 1, 2
@@ -32,7 +32,7 @@ def agree_while_fitting(
     Returns:
         What undoes it.
     """
-    if ranks.num_positions == 1:
+    if ranks.world_size == 1:
         return []
     undo = [
         _loops.agree_on_stopping(trainer, partial(_stopping, ranks)),
@@ -45,18 +45,19 @@ def agree_while_fitting(
 
 
 def _stopping(ranks: Ranks, place: str, stops: bool, ended: bool) -> tuple[bool, bool]:
-    flags = meet(ranks, place, _STOPS * stops + _ENDED * ended)
+    flags = meet_everywhere(ranks, place, _STOPS * stops + _ENDED * ended)
     return any(flag & _STOPS for flag in flags), any(flag & _ENDED for flag in flags)
 
 
 def _monitored(ranks: Ranks, key: str, value: Any) -> Any:
-    with at(ranks, f"steps a scheduler that monitors {key}"):
-        values = share.gather_objects(ranks, value if value is None else float(value)) or []
-    first = values[ranks.first_position]
+    with everywhere(ranks, f"steps a scheduler that monitors {key}"):
+        values = share.gather_everywhere(ranks, value if value is None else float(value))
+    first = values[ranks.first_position]  # of the first copy, whose values are the first ones
     if any(other != first and not (other != other and first != first) for other in values):
         rank_zero_warn(
             f"{key}, which a learning rate scheduler monitors, is {values} on the ranks of the "
             f"pipeline: all take {first}, the value of global rank 0. Log the same on all ranks"
+            + (", with sync_dist=True" if ranks.copies is not None else "")
         )
     if value is None or first is None:
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -29,6 +30,7 @@ from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.accelerator import total_memory
+from lightning_pipe.runtime.meeting import at, meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.sameness import see_together
 from lightning_pipe.split.again import repeatable_calls
@@ -109,15 +111,35 @@ class PipelineCuts:
     def cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
         """Traces a step on a first batch, decides the stages and drops the weights of other ranks.
 
+        All copies of the pipeline are cut on the batch of the first one, and so alike.
+
         Raises:
             CutError: The step cannot be cut, or the ranks saw different steps.
             ConfigError: Weights on the meta device that nothing gives a value.
         """
+        if self.ranks.copies is not None:
+            with at(self.ranks.copies, "cuts the model on its first batch"):
+                what = "the first batch"
+                first = share.broadcast_object(self.ranks.copies, args[0], 0, what=what)
+            args = (first, *args[1:])
         with nullcontext() if self.blueprint is None else self.blueprint.unguarded(self.module):
             self._cut(name, args, training=training)
+        self._compare_copies()
         if self.blueprint is not None:
             self.blueprint.finish()
             self.blueprint = None
+
+    def _compare_copies(self) -> None:
+        """Refuses copies of the pipeline that have other stages: they could not be averaged."""
+        home, copies = self.home, self.ranks.copies
+        if copies is None:
+            return
+        seen = repr((home.starts, home.stage_to_rank, [sorted(held) for held in home.held]))
+        if len(set(meet(copies, "has cut the model", zlib.crc32(seen.encode())))) > 1:
+            raise CutError(
+                "the copies of the pipeline have cut the model into other stages than each other. "
+                "Build the same model on every rank, with the same versions of the same packages"
+            )
 
     def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
         seen = signature(args[0])
@@ -208,9 +230,8 @@ class PipelineCuts:
 
     def _least_memory(self) -> int:
         """Bytes of the smallest rank: all have to decide the same. On the CPU the ranks share."""
-        sharers = self.ranks.num_positions if self.device.type == "cpu" else 1
-        own = total_memory(self.device) // sharers
-        return min(share.gather_objects(self.ranks, own) or [own])
+        sharers = self.ranks.world_size if self.device.type == "cpu" else 1
+        return min(share.gather_everywhere(self.ranks, total_memory(self.device) // sharers))
 
     def _profile(self, trace: Trace, rows: int, *, training: bool) -> Profile:
         """What the planner is told, with the state of the optimizer that trains."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from warnings import warn
 
 import numpy as np
 import torch
@@ -21,9 +22,14 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import BatchError, PeerError
 from lightning_pipe.grouping import Grouped
 from lightning_pipe.runtime.accelerator import get_rng_state, set_rng_state
-from lightning_pipe.runtime.meeting import at
+from lightning_pipe.runtime.meeting import at, meet
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.share import broadcast_object, broadcast_read
+from lightning_pipe.runtime.share import (
+    broadcast_everywhere,
+    broadcast_object,
+    broadcast_read,
+    gather_objects,
+)
 
 
 def _unpicklable(read: _Read, reason: Exception) -> _Read:
@@ -62,6 +68,8 @@ class SharedLoader:
         ranks: This rank.
         device: Whose random state goes with each batch, beside the host's.
         grouped: What is read instead, where several of its batches make one.
+        ends_together: Whether all copies of the pipeline end with the first that has no more
+            batches, as training does: a step needs all of them.
     """
 
     def __init__(
@@ -70,13 +78,19 @@ class SharedLoader:
         ranks: Ranks,
         device: torch.device,
         grouped: Grouped | None = None,
+        *,
+        ends_together: bool = False,
     ) -> None:
         space = self.__dict__
         space["_shared"] = loader
         space["_ranks"] = ranks
         space["_of_device"] = device
         space["_read"] = loader if grouped is None else grouped
-        space["_num_batches"] = self._agree(sized_len(self._read) if ranks.is_first else None)
+        space["_copies"] = ranks.copies if ends_together and ranks.is_first else None
+        with at(ranks, "sets up a data loader"):
+            length = sized_len(self._read) if ranks.is_first else None
+            length = _least(self._copies, length)
+            space["_num_batches"] = broadcast_object(ranks, length, ranks.first_position)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -101,13 +115,11 @@ class SharedLoader:
         return loader
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = _SharedIterator(self._read, self._shared, self._ranks, self._of_device)
+        iterator = _SharedIterator(
+            self._read, self._shared, self._ranks, self._of_device, self._copies
+        )
         self.__dict__["_num_batches"] = iterator.num_batches
         return iterator
-
-    def _agree(self, value: Any) -> Any:
-        with at(self._ranks, "sets up a data loader"):
-            return broadcast_object(self._ranks, value, self._ranks.first_position)
 
 
 class _SharedIterator(Iterator[Any]):
@@ -115,9 +127,15 @@ class _SharedIterator(Iterator[Any]):
     together."""
 
     def __init__(
-        self, read: Iterable[Any], loader: Iterable[Any], ranks: Ranks, device: torch.device
+        self,
+        read: Iterable[Any],
+        loader: Iterable[Any],
+        ranks: Ranks,
+        device: torch.device,
+        copies: Ranks | None,
     ) -> None:
         self._ranks = ranks
+        self._copies = copies
         self._device = device
         self._iterator: Iterator[Any] | None = None
         self._peeked: _Read | None = None
@@ -138,6 +156,7 @@ class _SharedIterator(Iterator[Any]):
         self._loader = loader
         self._num_sent = 0
         with at(ranks, "begins to read a data loader"):
+            length = _least(copies, length)
             self.num_batches = broadcast_object(ranks, length, ranks.first_position)
 
     def __next__(self) -> Any:
@@ -183,6 +202,7 @@ class _SharedIterator(Iterator[Any]):
                 read = _Read(is_end=True)
             except Exception as error:
                 read = _Read(error=error)
+            read = self._unless_another_ends(read)
             rows = (seam.seen_rows(self._loader) or [])[self._num_sent :]
             self._num_sent += len(rows)
             rng = _get_rng(self._device)
@@ -193,11 +213,44 @@ class _SharedIterator(Iterator[Any]):
             self._seen.extend(read.rows)
         return read
 
+    def _unless_another_ends(self, read: _Read) -> _Read:
+        """The end, where any copy of the pipeline has no more batches."""
+        if self._copies is None:
+            return read
+        ended = meet(self._copies, "reads a batch of training", read.is_end)
+        if not any(ended) or read.is_end:
+            return read
+        warn(
+            f"copy {ended.index(1)} of the pipeline has no more batches and this one, copy "
+            f"{self._copies.position}, has: the epoch ends for all, and its batch is left out. "
+            "Give all copies as many",
+            stacklevel=2,
+        )
+        return _Read(is_end=True, error=read.error)
+
+
+def _least(copies: Ranks | None, length: int | None) -> int | None:
+    """The batches that each copy of the pipeline has; None where that is not known."""
+    if copies is None:
+        return length
+    with at(copies, "counts the batches of training"):
+        lengths = gather_objects(copies, length) or []
+    known = [found for found in lengths if found is not None]
+    if len(known) < len(lengths):
+        return None
+    if len(set(known)) > 1:
+        warn(
+            f"the copies of the pipeline have {known} batches of training: an epoch ends for all "
+            f"after {min(known)}, and the others are left out. Give all copies as many",
+            stacklevel=2,
+        )
+    return min(known)
+
 
 def share_random_state(ranks: Ranks, device: torch.device) -> None:
     """Puts the generators of all ranks where those of the first are: hooks draw the same on all."""
-    if ranks.num_positions > 1:
-        _set_rng(device, broadcast_object(ranks, _get_rng(device), ranks.first_position))
+    if ranks.world_size > 1:
+        _set_rng(device, broadcast_everywhere(ranks, _get_rng(device)))
 
 
 def _get_rng(device: torch.device) -> Any:

@@ -38,6 +38,8 @@ class GradientStash:
         self._parameters = parameters
         self._loss_scale = loss_scale
         self.gradients: dict[str, Tensor] = {}
+        #: called once they are in `.grad`
+        self.then: Callable[[], None] | None = None
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -69,6 +71,8 @@ class GradientStash:
                 parameter.grad = parameter.grad + scaled
             else:
                 parameter.grad += scaled
+        if self.then is not None:
+            self.then()
 
     def attach(self, loss: Tensor) -> Tensor:
         """The loss as the end of a graph whose backward hands the gradients over."""
@@ -115,7 +119,7 @@ def clip_by_norm_over_stages(
 
 
 def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callable[[], None] | None:
-    """Lets all stages skip a step in which any of them overflows, so that they keep one loss scale.
+    """Lets all ranks skip a step in which any of them overflows, so that they keep one loss scale.
 
     Args:
         precision: A precision plug-in; if it has a `scaler`, that is replaced.
@@ -126,9 +130,10 @@ def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callab
         What puts the plug-in's own scaler back, with the state of the other; None without one.
     """
     own = getattr(precision, "scaler", None)
-    if own is None or ranks.pipeline_group is None:
+    if own is None or ranks.world_size == 1:
         return None
-    shared = ShardedGradScaler(device.type, process_group=ranks.pipeline_group)
+    group = ranks.pipeline_group if ranks.copies is None else dist.group.WORLD
+    shared = ShardedGradScaler(device.type, process_group=group)
     shared.load_state_dict(own.state_dict())
     precision.scaler = shared
 

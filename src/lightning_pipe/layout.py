@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lightning_pipe.errors import ConfigError, ScheduleError
 from lightning_pipe.grouping import Grouped
@@ -17,6 +17,8 @@ from lightning_pipe.planning.request import BALANCES
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule, validate_user
 from lightning_pipe.split.rows import Rule, check_rules
 from lightning_pipe.statistics import POLICIES
+
+Size = Literal["auto"] | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,18 @@ class Layout:
             num_microbatches,
             self.virtual_stages,
         )
+
+
+def number_of(size: Size) -> int | None:
+    """What a user gave as a number, "auto" as None."""
+    return None if size == "auto" else size
+
+
+def checkpointing_of(wanted: str | int | list[str]) -> str | int | tuple[str, ...]:
+    """As a layout has it; a command line gives numbers as text."""
+    if isinstance(wanted, (list, tuple)):
+        return tuple(wanted)
+    return int(wanted) if isinstance(wanted, str) and wanted.isdecimal() else wanted
 
 
 def _check_checkpointing(wanted: object) -> None:

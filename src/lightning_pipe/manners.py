@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.plan import Plan
+from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split._fake import is_fake
 
 
@@ -92,6 +93,27 @@ def refuse_tuners(callbacks: Iterable[Callback]) -> None:
                 "(`Tuner(Trainer(devices=1)).lr_find(model)` or `.scale_batch_size(model)`), and "
                 "train with what it found"
             )
+
+
+def refuse_synced_norms(strategy: Any, module: LightningModule, ranks: Ranks) -> None:
+    """Refuses batch norms that take their statistics from all processes.
+
+    Raises:
+        ConfigError: With the reason and the alternative.
+    """
+    if ranks.world_size == 1:
+        return
+    asked = seam.syncs_batch_norms(strategy) and ranks.copies is not None
+    names = [n for n, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+    if asked or names:
+        found = "Trainer(sync_batchnorm=True)" if asked else f"SyncBatchNorm ({names[0]})"
+        raise ConfigError(
+            f"{found}: a batch norm is called once for each micro-batch, and would have to wait "
+            "for the same micro-batch in every copy of the pipeline, in the forward and in the "
+            "backward. Use micro-batches that are large enough, "
+            "PipelineStrategy(batchnorm='deferred') for running statistics of whole batches, or "
+            "GroupNorm"
+        )
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

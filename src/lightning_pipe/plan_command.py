@@ -275,7 +275,8 @@ def _request(fit: _Fit, options: Any, known: CostTable | None) -> Request:
     given = fit.arguments
     devices = options.devices or fit.devices
     free = options.free_stages or options.copies
-    num_ranks = options.stages or given.get("pipeline_parallel_size") or (None if free else devices)
+    of_copy = devices // (given.get("data_parallel_size") or 1)
+    num_ranks = options.stages or given.get("pipeline_parallel_size") or (None if free else of_copy)
     if num_ranks is not None and num_ranks > devices:
         raise ConfigError(f"{num_ranks} stages on {devices} devices: give --devices {num_ranks}")
     virtual_stages = given.get("virtual_stages", 1)
@@ -283,7 +284,8 @@ def _request(fit: _Fit, options: Any, known: CostTable | None) -> Request:
     open_chunks = given.get("chunks_are_free") or (virtual_stages == 1 and schedule == "auto")
     asked = {"all": True, "none": False}.get(given.get("activation_checkpointing", "auto"))
     if num_ranks is not None:
-        Layout(num_ranks, **{k: v for k, v in given.items() if k != "pipeline_parallel_size"})
+        sizes = ("pipeline_parallel_size", "data_parallel_size")
+        Layout(num_ranks, **{k: v for k, v in given.items() if k not in sizes})
     guessed = GUESSED_CPU_LINK if fit.on_cpu else GUESSED_LINK
     return Request(
         rows=fit.rows,

@@ -18,11 +18,20 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import ConfigError, PeerError
 from lightning_pipe.layout import Layout
+from lightning_pipe.replicas import (
+    Reduction,
+    check_size,
+    gather_from_copies,
+    make_mesh,
+    reduce_over_copies,
+    sizes_of,
+)
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.runtime.ranks import Ranks, Talk, make_ranks
@@ -40,7 +49,9 @@ class PipelineProcesses(ParallelStrategy):
         cluster_environment: Where the processes are.
         checkpoint_io: How files are written.
         precision_plugin: The precision.
-        pipeline_parallel_size: Ranks of a pipeline; None for all devices.
+        pipeline_parallel_size: Ranks of a pipeline; None for what the copies leave.
+        data_parallel_size: Copies of the pipeline; None for as many as there are devices for.
+        reduction: How their gradients are reduced.
         arguments: What `Layout` takes besides.
         process_group_backend: Backend of the default process group.
         timeout: How long a rank may wait for another.
@@ -56,6 +67,8 @@ class PipelineProcesses(ParallelStrategy):
         precision_plugin: Precision | None,
         *,
         pipeline_parallel_size: int | None,
+        data_parallel_size: int | None = 1,
+        reduction: Reduction | None = None,
         arguments: dict[str, Any],
         process_group_backend: str | None,
         timeout: timedelta | None,
@@ -71,7 +84,11 @@ class PipelineProcesses(ParallelStrategy):
         if start_method not in _START_METHODS:
             raise ConfigError(f"start_method={start_method!r}: give one of {_START_METHODS}")
         self._num_nodes = 1
+        check_size("data_parallel_size", data_parallel_size)
         self._pipeline_parallel_size = pipeline_parallel_size
+        self._data_parallel_size = data_parallel_size
+        self._reduction = reduction or Reduction()
+        self._mesh: DeviceMesh | None = None
         self._arguments = arguments
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -80,13 +97,14 @@ class PipelineProcesses(ParallelStrategy):
         self._ranks: Ranks | None = None
         self._guard = ExitStack()
         self._failed = False
+        self._accumulates = False
         if pipeline_parallel_size is not None:
             Layout(pipeline_parallel_size, **arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process, or of the Trainer, starts before `setup_environment`
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_ranks": None, "_guard": ExitStack()}
+        return {**state, "_ranks": None, "_mesh": None, "_guard": ExitStack()}
 
     # ------------------------------------------------------------------ who is there
 
@@ -112,13 +130,33 @@ class PipelineProcesses(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are copies of the pipeline that should see other data: there are none."""
-        return False
+        """Whether there are copies of the pipeline, which should see other data."""
+        return self._num_copies > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        copy = self.global_rank // self._pipeline_layout.num_ranks
+        return {"num_replicas": self._num_copies, "rank": copy}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks, with the axes "data_parallel", "pipeline" and "tensor_parallel".
+
+        Raises:
+            RuntimeError: There are no processes yet, or only one.
+        """
+        if self._mesh is None:
+            raise RuntimeError("there is a device mesh once several processes have started")
+        return self._mesh
+
+    @property
+    def _num_processes_of_job(self) -> int:
+        return self.num_processes * self.num_nodes
+
+    @property
+    def _num_copies(self) -> int:
+        return self._num_processes_of_job // self._pipeline_layout.num_ranks
 
     @property
     def process_group_backend(self) -> str | None:
@@ -128,7 +166,11 @@ class PipelineProcesses(ParallelStrategy):
     @property
     def given(self) -> dict[str, Any]:
         """The arguments that decide how a model is laid over ranks, as they were given."""
-        return {"pipeline_parallel_size": self._pipeline_parallel_size, **self._arguments}
+        return {
+            "pipeline_parallel_size": self._pipeline_parallel_size,
+            "data_parallel_size": self._data_parallel_size,
+            **self._arguments,
+        }
 
     @property
     def _pipeline_layout(self) -> Layout:
@@ -137,16 +179,10 @@ class PipelineProcesses(ParallelStrategy):
         return self._layout
 
     def _make_layout(self) -> Layout:
-        world_size = self.num_processes * self.num_nodes
-        num_ranks = self._pipeline_parallel_size or world_size
-        layout = Layout(num_ranks, **self._arguments)
-        if num_ranks != world_size:
-            raise ConfigError(
-                f"pipeline_parallel_size={num_ranks} on {world_size} devices: one copy of the "
-                f"pipeline needs {num_ranks}, and several copies are not supported yet; give "
-                f"devices={num_ranks}, or leave pipeline_parallel_size at 'auto'"
-            )
-        return layout
+        num_ranks, _ = sizes_of(
+            self._pipeline_parallel_size, self._data_parallel_size, self._num_processes_of_job
+        )
+        return Layout(num_ranks, **self._arguments)
 
     @property
     def _own_ranks(self) -> Ranks:
@@ -158,7 +194,7 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._layout = self._make_layout()
-        if self._layout.num_ranks > 1:
+        if self._num_processes_of_job > 1:
             self._launcher = seam.make_launcher(
                 self,
                 self._start_method,
@@ -179,7 +215,7 @@ class PipelineProcesses(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         layout = self._pipeline_layout
-        if layout.num_ranks > 1:
+        if self._num_processes_of_job > 1:
             if self._start_method != "popen":
                 reset_seed()  # a process that runs the script itself is where one device would be
             self.set_world_ranks()
@@ -190,7 +226,11 @@ class PipelineProcesses(ParallelStrategy):
                 self._timeout,
             )
         if self._ranks is None:
-            self._ranks = make_ranks(layout.stage_to_rank(), layout.num_ranks)
+            self._ranks = make_ranks(
+                layout.stage_to_rank(), layout.num_ranks, data_parallel_size=self._num_copies
+            )
+            self._mesh = make_mesh(self._ranks, self.root_device)
+        seam.set_mesh(self.lightning_module, self._mesh)
         self._failed = False
         self._guard = ExitStack()
         self._guard.enter_context(guard(self._ranks, _Doing(self)))
@@ -199,32 +239,47 @@ class PipelineProcesses(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the copies of the pipeline, of which there is one."""
-        return tensor
+        """Reduces over the copies of the pipeline: ranks of one have the same values."""
+        copies = None if self._ranks is None else self._ranks.copies
+        if copies is None or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over_copies(tensor, copies, seam.name_of_reduction(reduce_op))
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers from the copies of the pipeline, of which there is one."""
-        return tensor
+        """Gathers from the copies of the pipeline, along a new first dimension if there are any."""
+        copies = None if self._ranks is None else self._ranks.copies
+        return tensor if copies is None else gather_from_copies(tensor, copies, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._ranks is None or self._ranks.num_positions == 1:
+        if self._ranks is None or self._ranks.world_size == 1:
             return decision
-        decisions = meeting.meet(self._ranks, "takes a decision with the others", bool(decision))
+        place = "takes a decision with the others"
+        decisions = meeting.meet_everywhere(self._ranks, place, bool(decision))
         return 0 not in decisions if all else 1 in decisions
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._ranks is None or self._ranks.num_positions == 1:
+        if self._ranks is None or self._ranks.world_size == 1:
             return obj
-        with meeting.at(self._ranks, "gives an object to all"):
-            return share.broadcast_object(self._ranks, obj, self._ranks.order.index(src))
+        with meeting.everywhere(self._ranks, "gives an object to all"):
+            return share.broadcast_everywhere(self._ranks, obj, src)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._ranks is not None:
-            meeting.meet(self._ranks, f"waits for all at {name or 'a barrier'}")
+            meeting.meet_everywhere(self._ranks, f"waits for all at {name or 'a barrier'}")
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it gradients are accumulated, and not yet averaged over the copies."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     # ------------------------------------------------------------------ the end
 
@@ -282,4 +337,7 @@ class _Doing:
     @property
     def _talk(self) -> Talk | None:
         ranks = self._strategy._ranks
-        return None if ranks is None else ranks.talk
+        if ranks is None:
+            return None
+        with_copies = None if ranks.copies is None else ranks.copies.talk
+        return with_copies if with_copies is not None and with_copies.place else ranks.talk

@@ -70,7 +70,9 @@ class SpreadModel:
         self._buffers = BufferWatch(self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole model under its own names on the first rank; elsewhere with fakes."""
+        """The whole model under its own names on global rank 0; elsewhere with fakes."""
+        if self._ranks.data_parallel_rank:  # another copy has the same
+            return self._module.state_dict()
         with at(self._ranks, "gathers the weights of the model"):
             buffers = gather_buffers(self._buffers, self._home, self._ranks)
             values = gather_parameters(self._module, self._home, self._ranks, everywhere=False)
@@ -80,7 +82,9 @@ class SpreadModel:
             return self._module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, numbered as on one device, on the first rank."""
+        """The whole state, numbered as on one device, on global rank 0."""
+        if self._ranks.data_parallel_rank:
+            return optimizer.state_dict()
         with at(self._ranks, "gathers the state of the optimizer"):
             return gather_optimizer_state(optimizer, self._names, self._home, self._ranks)
 
@@ -143,7 +147,7 @@ class SpreadModel:
 def share_initial_state(
     module: nn.Module, ranks: Ranks, blueprint: Blueprint | None = None
 ) -> None:
-    """Gives every rank the parameters and buffers of the first one, tensor by tensor.
+    """Gives every rank the parameters and buffers of global rank 0, tensor by tensor.
 
     Equal to what a rank has if the model was built from a seed; scripts need not seed. Weights that
     a blueprint makes are the same on all ranks already.
@@ -151,7 +155,7 @@ def share_initial_state(
     Raises:
         CutError: The blueprints are not the same.
     """
-    if blueprint is not None and len(set(share.gather_objects(ranks, blueprint.digest) or ())) > 1:
+    if blueprint is not None and len(set(share.gather_everywhere(ranks, blueprint.digest))) > 1:
         raise CutError(
             "configure_model builds other weights on one rank than on another. Build the same "
             "model on every rank: nothing in it may depend on the rank, or on random numbers that "
@@ -162,8 +166,8 @@ def share_initial_state(
         is_made = blueprint is not None and blueprint.is_cold(tensor)
         if id(tensor) not in seen and not is_made:
             seen.add(id(tensor))
-            received = share.broadcast_object(ranks, tensor.detach(), ranks.first_position)
-            if not ranks.is_first:
+            received = share.broadcast_everywhere(ranks, tensor.detach())
+            if ranks.global_rank:
                 with torch.no_grad():
                     tensor.copy_(received)
 

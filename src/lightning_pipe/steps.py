@@ -27,6 +27,7 @@ from lightning_pipe.layout import Layout
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.schedules import forward_only
 from lightning_pipe.planning.timeline import Span
+from lightning_pipe.replicas import Copies, Reduction, metric_sync
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
@@ -50,7 +51,9 @@ class Pipeline(PipelineCuts):
         ranks: This rank.
         device: Where its stages live.
         context: The precision context of a step, by its name.
-        seed: The same on all ranks; random keys of micro-batches are made from it.
+        seed: The same on all ranks; random keys of micro-batches are made from it, others in each
+            copy of the pipeline.
+        reduction: How gradients are reduced over the copies.
         follows_hooks: Whether code of the user runs before steps, which may need other ranks.
     """
 
@@ -63,10 +66,12 @@ class Pipeline(PipelineCuts):
         *,
         context: Context,
         seed: int,
+        reduction: Reduction | None = None,
         follows_hooks: bool = False,
     ) -> None:
         super().__init__(module, layout, ranks, device, context=context)
-        self.tail = Tail(module)
+        self.tail = Tail(module, metric_sync(ranks))
+        self.copies = Copies(ranks, reduction or Reduction())
         trace = partial(self._trace, memo=self._cuts.memo)
         self.whole = WholeTail(module, self.tail, trace, device.type)
         self.engine = Engine(ranks, device)
@@ -76,7 +81,8 @@ class Pipeline(PipelineCuts):
         #: set before a training step whose kept bytes are to be counted; `kept` has them afterwards
         self.counts_kept = False
         self.kept: KeptBytes | None = None
-        self._seed = seed
+        copy = ranks.data_parallel_rank
+        self._seed = mix(seed, copy) if copy else seed
         self._follows_hooks = follows_hooks
         self._schedules: dict[Any, Schedule] = {}
 
@@ -138,7 +144,7 @@ class Pipeline(PipelineCuts):
             self._update_statistics(step.statistics)
         self.whole.finish(step, args[0], (*state, seen))
         with self._context(name):  # numbers become tensors of the type that they have in the step
-            traces = self._carry(with_output=share_output)
+            traces = self._carry(with_output=share_output, training=training)
         if stash is not None:
             stash.correct(traces.correction)
         return traces.output, stash
@@ -283,12 +289,19 @@ class Pipeline(PipelineCuts):
             summed = share.sum_replicated(self.ranks, own, self._replicated)
             stash.gradients.update({n: g for n, g in summed.items() if g is not None})
 
-    def _carry(self, *, with_output: bool) -> Traces:
+    def average_gradients(self) -> None:
+        """Puts the means over all copies of the pipeline into `.grad`."""
+        self.copies.average(self._own_parameters, self._replicated)
+
+    def _carry(self, *, with_output: bool, training: bool) -> Traces:
         """Brings what the tail left on the last stage's rank to all ranks."""
         assert self.schedule is not None
         last = self.schedule.stage_to_rank[-1]
         is_last = self.ranks.position == last
         traces: Traces | None = self.tail.finish() if is_last else None
+        if traces is not None and training and self.ranks.copies is not None:
+            totals = self.copies.told("weighs the losses of a step", self.tail.total)
+            traces = self.tail.among_copies(traces, totals)
         if self.ranks.num_positions > 1:
             sent = traces.without_output() if traces is not None and not with_output else traces
             received = share.broadcast_object(

@@ -14,7 +14,8 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -35,10 +36,12 @@ from lightning_pipe.follow import Follow
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.hooks import Hooks
 from lightning_pipe.hyperparameters import with_weights
+from lightning_pipe.layout import Size, checkpointing_of, number_of
 from lightning_pipe.manners import (
     AtomicCheckpointIO,
     move_own,
     refuse_optimizers,
+    refuse_synced_norms,
     refuse_training,
     refuse_tuners,
     show_plan,
@@ -48,6 +51,7 @@ from lightning_pipe.parts import Parts
 from lightning_pipe.planfile import read_costs, read_plan, with_plan
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.readings import PipelineReadings
+from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.split._fake import run_eagerly
@@ -62,14 +66,6 @@ from lightning_pipe.stage_memory import (
 from lightning_pipe.states import SpreadModel, share_initial_state
 from lightning_pipe.steps import Pipeline
 
-Size = Literal["auto"] | int
-
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
 _RESTORE = ("auto", "all", "rank_zero", "none")
 
 
@@ -82,7 +78,10 @@ class PipelineStrategy(PipelineReadings):
         cluster_environment: Where the processes are; found by the Trainer.
         checkpoint_io: How checkpoint files are written and read.
         precision_plugin: Set by the Trainer from its ``precision``.
-        pipeline_parallel_size: Number of ranks that share a model. "auto" takes all devices.
+        pipeline_parallel_size: Number of ranks that share a model. "auto" takes all devices, or
+            those that there are for each copy.
+        data_parallel_size: Copies of the pipeline, each of which trains on its part of the data.
+            "auto" makes as many as there are devices for.
         num_microbatches: Pieces that a batch is split into. "auto" takes 4 per rank, or as many as
             the batch has rows.
         microbatch_size: Rows of a micro-batch. A training step then draws num_microbatches of them
@@ -112,6 +111,8 @@ class PipelineStrategy(PipelineReadings):
             "none", or "auto": all if the host has the memory.
         share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks. False
             saves sending and memory: all but global rank 0 return None for each batch.
+        bucket_cap_mb: MiB of gradients that are averaged over the copies in one message.
+        reduce_dtype: What these are sent as: "bf16", "fp16", "fp32", or None: as they are.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
         start_method: How processes are started: "popen" runs the script again, "spawn" and "fork"
@@ -137,6 +138,7 @@ class PipelineStrategy(PipelineReadings):
         precision_plugin: Precision | None = None,
         *,
         pipeline_parallel_size: Size = "auto",
+        data_parallel_size: Size = 1,
         num_microbatches: Size = "auto",
         microbatch_size: int | None = None,
         schedule: str = "auto",
@@ -150,22 +152,24 @@ class PipelineStrategy(PipelineReadings):
         costs: str | None = None,
         restore_model: str = "auto",
         share_predictions: bool = True,
+        bucket_cap_mb: float = 25,
+        reduce_dtype: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: str = "popen",
     ) -> None:
-        num_ranks = _number(pipeline_parallel_size)
+        num_ranks = number_of(pipeline_parallel_size)
         arguments = {
-            "virtual_stages": _number(virtual_stages) or 1,
+            "virtual_stages": number_of(virtual_stages) or 1,
             "chunks_are_free": virtual_stages == "auto",
-            "num_microbatches": _number(num_microbatches),
+            "num_microbatches": number_of(num_microbatches),
             "microbatch_size": microbatch_size,
             "schedule": os.fspath(schedule),
             "balance": balance if isinstance(balance, str) else tuple(balance),
             "split_points": None if split_points is None else tuple(split_points),
             "split_batch": dict(split_batch or {}),
             "batchnorm": batchnorm,
-            "activation_checkpointing": _checkpointing(activation_checkpointing),
+            "activation_checkpointing": checkpointing_of(activation_checkpointing),
             "costs": None if costs is None else read_costs(costs),
         }
         if plan is not None:
@@ -177,6 +181,8 @@ class PipelineStrategy(PipelineReadings):
             checkpoint_io,
             precision_plugin,
             pipeline_parallel_size=num_ranks,
+            data_parallel_size=number_of(data_parallel_size),
+            reduction=Reduction(bucket_cap_mb, reduce_dtype),
             arguments=arguments,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -224,12 +230,13 @@ class PipelineStrategy(PipelineReadings):
         self._follow = Follow()
         module, ranks = self._module, self._own_ranks
         fitting = trainer.state.fn == TrainerFn.FITTING
-        refuse_tuners(vars(trainer)["callbacks"] if ranks.num_positions > 1 else ())
+        refuse_tuners(vars(trainer)["callbacks"] if ranks.world_size > 1 else ())
+        refuse_synced_norms(self, module, ranks)
         if fitting:
             refuse_training(module)
         with nullcontext() if self._blueprint is None else self._building():
             self.model = self.precision_plugin.convert_module(module)
-        flags = meeting.meet(ranks, "sets the model up", _loops.has_user_hooks(trainer))
+        flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         has_hooks = any(flags) and ranks.num_positions > 1
         share_initial_state(module, ranks, self._blueprint)
         share_random_state(ranks, self.root_device)
@@ -238,12 +245,15 @@ class PipelineStrategy(PipelineReadings):
             self._pipeline_layout,
             ranks,
             self.root_device,
-            context=lambda name: getattr(self.precision_plugin, _CONTEXTS[name])(),
-            seed=share.broadcast_object(ranks, torch.initial_seed(), ranks.first_position),
+            context=partial(seam.step_context, self.precision_plugin),
+            seed=share.broadcast_everywhere(ranks, torch.initial_seed()),
+            reduction=self._reduction,
             follows_hooks=has_hooks,
         )
         self._pipeline.blueprint = self._blueprint
-        self._undo += [_loops.silence_advice(), run_eagerly(module)]
+        self._undo.append(run_eagerly(module))
+        if ranks.copies is None:
+            self._undo.append(_loops.silence_advice())
         self._undo.append(extend_device_stats(self.accelerator, self.gather_memory))
         if has_hooks:
             self._undo.append(_loops.around_hooks(trainer, self._hook_runs))
@@ -271,10 +281,11 @@ class PipelineStrategy(PipelineReadings):
 
     @property
     def _passes_through(self) -> bool:
-        """Whether there is nothing to pipeline: one rank, one stage, no micro-batches asked for."""
+        """Whether there is nothing to do: one rank, one stage, no micro-batches asked for."""
         layout = self._pipeline_layout
         return (
             layout.num_stages == 1
+            and self._num_copies == 1
             and layout.num_microbatches is None
             and layout.activation_checkpointing in ("auto", "none")
         )
@@ -368,6 +379,8 @@ class PipelineStrategy(PipelineReadings):
         with self._ending_all():
             self._follow.after_step(self._running)
         assert stash is not None
+        if not self._accumulates:
+            stash.then = self._running.average_gradients
         if isinstance(output, Tensor):
             return stash.attach(output)
         output = copy.copy(output)
@@ -425,7 +438,9 @@ class PipelineStrategy(PipelineReadings):
             dataloader = dataloader.unshared
         training = seam.sets_up_training_data(self._module.trainer)
         grouped = self._pipeline_layout.grouped(dataloader) if training else None
-        return SharedLoader(dataloader, self._own_ranks, self.root_device, grouped)
+        return SharedLoader(
+            dataloader, self._own_ranks, self.root_device, grouped, ends_together=training
+        )
 
     @override
     def on_validation_start(self) -> None:
@@ -546,15 +561,3 @@ class PipelineStrategy(PipelineReadings):
 
     def _counts(self, parameter: Tensor) -> bool:
         return not self._is_cut or self._running.counts(parameter)
-
-
-def _number(size: Size) -> int | None:
-    """What a user gave as a number, "auto" as None."""
-    return None if size == "auto" else size
-
-
-def _checkpointing(wanted: str | int | list[str]) -> str | int | tuple[str, ...]:
-    """As a layout has it; a command line gives numbers as text."""
-    if isinstance(wanted, (list, tuple)):
-        return tuple(wanted)
-    return int(wanted) if isinstance(wanted, str) and wanted.isdecimal() else wanted

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_pipe.callbacks.needs import replicas
 from lightning_pipe.callbacks.scaling import (
     Rule,
     TimeMap,
@@ -123,7 +122,7 @@ class EffectiveBatchRescaler(Callback):
         rows = getattr(trainer.strategy, "rows_per_step", None)
         if rows is None and self._rows is None:
             self._rows = _rows(batch)
-        now = (rows or self._rows or 0) * trainer.accumulate_grad_batches * _replicas(trainer)
+        now = (rows or self._rows or 0) * trainer.accumulate_grad_batches * replicas(trainer)
         if self._current is None:
             self._current = self._origin = self.reference or now
         if now != self._current:
@@ -180,11 +179,3 @@ def _rows(batch: Any) -> int:
             "rows. Leave the callback out"
         )
     return count_rows(batch)
-
-
-def _replicas(trainer: Trainer) -> int:
-    """Copies of the model that see different data."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
-    sampler: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
-    found = sampler.get("num_replicas", 1)
-    return int(found) if isinstance(found, (int, torch.Tensor)) else 1

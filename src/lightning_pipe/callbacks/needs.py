@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_pipe.errors import ConfigError
 
-__all__ = ["need_pipeline", "need_steps"]
+__all__ = ["need_pipeline", "need_steps", "replicas"]
 
 
 def need_pipeline(callback: Callback, does: str, trainer: Trainer, ability: str) -> None:
@@ -37,3 +41,11 @@ def need_steps(**given: int) -> None:
     for name, number in given.items():
         if number < 1:
             raise ConfigError(f"{name}={number}: give a number of steps from 1")
+
+
+def replicas(trainer: Trainer) -> int:
+    """Copies of the model that see different data."""
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    sampler: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
+    found = sampler.get("num_replicas", 1)
+    return int(found) if isinstance(found, (int, torch.Tensor)) else 1

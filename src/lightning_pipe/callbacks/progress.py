@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_pipe.callbacks.needs import need_steps
+from lightning_pipe.callbacks.needs import need_steps, replicas
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.attribution import MeasuredBubble
 from lightning_pipe.planning.plan import Plan, columns, format_bytes, format_count
@@ -73,7 +73,7 @@ class PipelineProgress(Callback):
         now_s = time.perf_counter()
         reports = trainer.global_step >= self._reported_step + self.every_n_steps
         if self._since_s is not None:  # the first batch after a pause only starts the clock
-            self._num_items += self._items(batch)
+            self._num_items += self._items(batch) * replicas(trainer)
             self._busy_s += now_s - self._since_s
             # a GPU's clock is read when its step is over: waiting for that each time costs time
             if reports or trainer.strategy.root_device.type == "cpu":

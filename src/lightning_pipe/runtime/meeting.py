@@ -14,6 +14,8 @@ import time
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import and_, or_
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from lightning_pipe.runtime.ranks import Ranks, connected
 Item = tuple[int, Hashable]
 """The position that knows something, and what it is asked."""
 
+_PLURAL = {"rank": "ranks", "copy": "copies"}
 _OUR_CODE = ("lightning_pipe", "lightning", "torch", "lightning_utilities")
 
 
@@ -57,6 +60,29 @@ def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
     return [header[2] for header in headers]
 
 
+def meet_everywhere(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
+    """Waits until all ranks of all copies of the pipeline are at this place.
+
+    Args:
+        ranks: This rank.
+        place: As for :func:`meet`.
+        flag: Some bits for the others, less than 2 ** 16.
+
+    Returns:
+        Flags in which each bit is set if it is set on any, or on all, ranks of a copy: those of all
+        ranks, as far as `any` and `all` of a bit can tell.
+    """
+    flags = meet(ranks, place, flag)
+    if ranks.copies is None:
+        return flags
+    some, every = reduce(or_, flags), reduce(and_, flags)
+    return [
+        found
+        for both in meet(ranks.copies, place, some << 16 | every)
+        for found in (both >> 16, both & 0xFFFF)
+    ]
+
+
 @contextmanager
 def at(ranks: Ranks, place: str) -> Iterator[None]:
     """Meets, and lets this rank do within the body what needs no further meeting."""
@@ -67,6 +93,13 @@ def at(ranks: Ranks, place: str) -> Iterator[None]:
             yield
     finally:
         ranks.talk.depth -= 1
+
+
+@contextmanager
+def everywhere(ranks: Ranks, place: str) -> Iterator[None]:
+    """As :func:`at`, for all ranks of all copies of the pipeline."""
+    with at(ranks, place), at(ranks.copies or ranks, place):
+        yield
 
 
 def ask(ranks: Ranks, items: Sequence[Item]) -> dict[Item, Any]:
@@ -130,10 +163,11 @@ def _waiting(ranks: Ranks, text: str) -> Iterator[None]:
 def _raise_apart(ranks: Ranks, place: str) -> None:
     listed = "; ".join(share.gather_objects(ranks, f"{ranks} {place}{_users_line()}") or [])
     raise MeetingError(
-        f"the ranks of the pipeline are at different places of the program: {listed}. Each of "
-        "these needs all ranks, so that none could go on. Let all ranks do the same: take a "
-        "condition on the rank (`is_global_zero`, `global_rank == 0`, `rank_zero_only`) away from "
-        "it, as in `trainer.save_checkpoint(...)`, which writes its file once anyway"
+        f"the {_PLURAL[ranks.called]} of the pipeline are at different places of the program: "
+        f"{listed}. Each of these needs all ranks, so that none could go on. Let all ranks do the "
+        "same: take a condition on the rank (`is_global_zero`, `global_rank == 0`, "
+        "`rank_zero_only`) away from it, as in `trainer.save_checkpoint(...)`, which writes its "
+        "file once anyway"
     )
 
 

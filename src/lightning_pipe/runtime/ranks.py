@@ -52,6 +52,12 @@ class Ranks:
         control_group: A gloo group of the same processes, for objects; None if there is one rank.
         data_parallel_size: Copies of the pipeline.
         data_parallel_rank: The copy that this process belongs to.
+        first_global_rank: The process of this pipeline that holds the last stage, reads the data
+            and logs.
+        stride: How far apart the processes of this pipeline are.
+        copies: The processes that have this position in all copies of the pipeline, seen as ranks
+            of a pipeline themselves, so that they can share and meet; None if there is one copy.
+        called: What one of these ranks is called in messages.
         talk: Where this rank is in its meetings with the others.
     """
 
@@ -64,12 +70,11 @@ class Ranks:
     control_group: dist.ProcessGroup | None = None
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    first_global_rank: int = 0
+    stride: int = 1
+    copies: Ranks | None = None
+    called: str = "rank"
     talk: Talk = field(default_factory=Talk, compare=False, repr=False)
-
-    @property
-    def first_global_rank(self) -> int:
-        """The process of this pipeline that holds the last stage, reads the data and logs."""
-        return self.data_parallel_rank * self.num_positions
 
     @property
     def is_first(self) -> bool:
@@ -83,10 +88,10 @@ class Ranks:
 
     def global_rank_of(self, position: int) -> int:
         """The process that has a position in this pipeline."""
-        return self.first_global_rank + self.order[position]
+        return self.first_global_rank + self.stride * self.order[position]
 
     def __str__(self) -> str:
-        return f"rank {self.position} (global rank {self.global_rank})"
+        return f"{self.called} {self.position} (global rank {self.global_rank})"
 
 
 def rank_order(stage_to_rank: Sequence[int], num_positions: int) -> tuple[int, ...]:
@@ -127,15 +132,26 @@ def make_ranks(
         )
     order = rank_order(stage_to_rank, num_positions)
     replica, place = divmod(global_rank, num_positions)
-    pipeline_group = control_group = None
-    if num_positions > 1:
-        for first in range(0, world_size, num_positions):
-            members = list(range(first, first + num_positions))
-            # All processes take part in making all groups, also those that they are not in.
-            for_tensors = dist.new_group(members)
-            for_objects = dist.new_group(members, backend="gloo")
-            if global_rank in members:
-                pipeline_group, control_group = for_tensors, for_objects
+    pipeline_group, control_group = _groups(
+        [range(first, first + num_positions) for first in range(0, world_size, num_positions)]
+    )
+    copies = None
+    if data_parallel_size > 1:
+        for_gradients, for_decisions = _groups(
+            [range(first, world_size, num_positions) for first in range(num_positions)]
+        )
+        copies = Ranks(
+            world_size=world_size,
+            global_rank=global_rank,
+            position=replica,
+            num_positions=data_parallel_size,
+            order=tuple(range(data_parallel_size)),
+            pipeline_group=for_gradients,
+            control_group=for_decisions,
+            first_global_rank=place,
+            stride=num_positions,
+            called="copy",
+        )
     return Ranks(
         world_size=world_size,
         global_rank=global_rank,
@@ -146,7 +162,27 @@ def make_ranks(
         control_group=control_group,
         data_parallel_size=data_parallel_size,
         data_parallel_rank=replica,
+        first_global_rank=replica * num_positions,
+        copies=copies,
     )
+
+
+def _groups(
+    members: Sequence[Sequence[int]],
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The groups of this process for tensors and for objects; None where it would be alone.
+
+    All processes take part in making all groups, also those that they are not in.
+    """
+    own: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
+    if len(members[0]) == 1:
+        return own
+    for ranks in members:
+        for_tensors = dist.new_group(list(ranks))
+        for_objects = dist.new_group(list(ranks), backend="gloo")
+        if dist.get_rank() in ranks:
+            own = for_tensors, for_objects
+    return own
 
 
 @contextmanager

@@ -135,6 +135,22 @@ def broadcast_read(ranks: Ranks, value: T | None, instead: Callable[[Exception],
     return cast(T, value if ranks.is_first else unpack(received))
 
 
+def broadcast_everywhere(ranks: Ranks, value: T | None, source: int = 0) -> T:
+    """Gives the object of a global rank to all ranks of all copies of the pipeline."""
+    copy, place = divmod(source, ranks.num_positions)
+    if ranks.data_parallel_rank == copy:
+        value = broadcast_object(ranks, value, ranks.order.index(place))
+    return cast(T, value) if ranks.copies is None else broadcast_object(ranks.copies, value, copy)
+
+
+def gather_everywhere(ranks: Ranks, value: T) -> list[T]:
+    """Collects the objects of all ranks of all copies, those of a copy together by position."""
+    found = gather_objects(ranks, value) or []
+    if ranks.copies is None:
+        return found
+    return [one for part in gather_objects(ranks.copies, found) or [] for one in part]
+
+
 @talks
 def send_object(ranks: Ranks, value: Any, target: int) -> None:
     """Sends an object to a position, which has to call `receive_object`. Called by one rank."""

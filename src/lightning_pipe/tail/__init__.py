@@ -22,7 +22,7 @@ from lightning_pipe.tail.changes import Change
 from lightning_pipe.tail.loggers import LoggerCall
 from lightning_pipe.tail.logs import LogCall, LogTape, MetricReference
 from lightning_pipe.tail.losses import LossWeights, split_loss
-from lightning_pipe.tail.metrics import MetricState, MetricTape
+from lightning_pipe.tail.metrics import MetricState, MetricTape, Sync
 from lightning_pipe.tail.notes import Notes, PrintCall, differences, merged_prints
 
 
@@ -48,13 +48,14 @@ class Tail:
 
     Args:
         root: The user's LightningModule.
+        sync: How metrics gather their states from copies of the pipeline; None if there are none.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, sync: Sync | None = None) -> None:
         self._root = root
         self._notes = Notes(())
         self._losses = LossWeights()
-        self._metrics = MetricTape(root)
+        self._metrics = MetricTape(root, sync)
         self._logs = LogTape(self._metrics.index_of)
         self._numbers = NumberMemory()
         self._step = ""
@@ -130,6 +131,9 @@ class Tail:
             with self.microbatch():
                 value = run()
             self._notes.outputs.append(map_tensors(Tensor.detach, value))
+            loss, weight = split_loss(value)
+            if weight is not None:
+                self._logs.weigh(loss, weight)
         finally:
             notes = self._swap(kept)
         return notes
@@ -196,6 +200,29 @@ class Tail:
             merged_prints(self._notes.prints, rows, self._numbers),
             self._losses.correction,
         )
+
+    @property
+    def total(self) -> float | str:
+        """What the loss of the batch divides by, after the micro-batches."""
+        return self._losses.total
+
+    def among_copies(self, traces: Traces, totals: Sequence[Any]) -> Traces:
+        """Gives a step its share among those of all copies of the pipeline.
+
+        Their gradients, and what they log with `sync_dist`, are averaged; the loss of all their
+        rows is a mean with weights.
+
+        Args:
+            traces: Of this copy.
+            totals: What the losses of all copies divide by.
+        """
+        correction = self._losses.correction_among(totals)
+        if correction == traces.correction:
+            return traces
+        total = self._losses.total
+        share = correction if isinstance(total, str) else total * len(totals) / sum(totals)
+        logs = [call.scaled(share) if call.is_synced_loss else call for call in traces.logs]
+        return replace(traces, correction=correction, logs=logs)
 
     def _output(self) -> Any:
         outputs = self._notes.outputs

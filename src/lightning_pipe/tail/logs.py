@@ -32,6 +32,15 @@ class LogCall:
     #: that of the step's loss, where the loss is what is logged
     weight: Weight = None
 
+    @property
+    def is_synced_loss(self) -> bool:
+        """Whether a loss that has a weight will be averaged over copies of the pipeline."""
+        return self.weight is not None and bool(self.kwargs.get("sync_dist"))
+
+    def scaled(self, factor: float) -> LogCall:
+        """The same with a multiple of its value; that of nothing, which is no number, is 0."""
+        return replace(self, value=self.value * factor if factor else 0.0)
+
 
 class LogTape:
     """What the micro-batches of a step logged.
@@ -55,7 +64,7 @@ class LogTape:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Notes a call; takes what `LightningModule.log` takes."""
         kwargs.update(zip(_POSITIONAL, args, strict=False))
-        kwargs.pop("sync_dist_group", None)  # with one copy of the pipeline there are no peers
+        kwargs.pop("sync_dist_group", None)  # peers are the copies of the pipeline, if any
         if isinstance(value, Metric):
             value = MetricReference(self._index_of(value))
         elif not kwargs.get("enable_graph"):

@@ -97,12 +97,31 @@ class LossWeights:
         return weight / self._reference
 
     @property
+    def total(self) -> float | Literal["sum"]:
+        """What the mean of the batch divides by: what its weights count, or its rows."""
+        if not self.given or self.given[0] is None:
+            return float(sum(self._rows))
+        if self.given[0] == "sum":
+            return "sum"
+        return sum(weight for weight in self.given if isinstance(weight, float))
+
+    @property
     def correction(self) -> float:
         """What gradients that were made with these factors are multiplied with."""
-        total = sum(weight for weight in self.given if isinstance(weight, float))
-        if not self.given or not isinstance(self.given[0], float):
-            return 1.0
-        return self._reference / total if total else float("nan")  # a mean of nothing
+        return self.correction_among([self.total])
+
+    def correction_among(self, totals: Sequence[float | Literal["sum"]]) -> float:
+        """The same where the mean of several batches will be taken, and that of all is wanted.
+
+        Args:
+            totals: Those of all batches, of which this is one.
+        """
+        if self.total == "sum":
+            return float(len(totals))
+        mean = sum(total for total in totals if not isinstance(total, str)) / len(totals)
+        weighted = self.given and self.given[0] is not None
+        made_with = self._reference if weighted else float(sum(self._rows))
+        return made_with / mean if mean else float("nan")  # a mean of nothing
 
     def merged(self, losses: Sequence[Any]) -> Any:
         """The loss of the batch."""

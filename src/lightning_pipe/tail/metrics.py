@@ -29,6 +29,10 @@ _PLAIN = (bool, int, float, str, type(None), Tensor)
 _CONTAINERS = (set, dict, list, tuple, deque, np.ndarray)
 
 
+Sync = Callable[[Tensor, Any], list[Tensor]]
+"""Gives a state of all copies of the pipeline; as torchmetrics calls its `dist_sync_fn`."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricState:
     """What a metric holds: list states as what was added to those that all ranks have."""
@@ -51,14 +55,16 @@ class MetricTape:
 
     Args:
         root: The user's module. Metrics in plain lists and dicts of it are found too.
+        sync: How states are gathered from copies of the pipeline; None if there are none.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, sync: Sync | None = None) -> None:
         self._root = root
+        self._sync = sync
         self.metrics: list[nn.Module] = []
         self._saved: dict[int, dict[str, Any]] = {}
         self.calls: list[list[_Call]] = []
-        self._synced: list[Metric] = []
+        self._synced: list[tuple[Metric, dict[str, Any]]] = []
         self._inside = False
         self.find()
 
@@ -70,16 +76,27 @@ class MetricTape:
                 known.add(id(metric))
                 self.metrics.append(metric)
         for metric in self.metrics:
-            if isinstance(metric, Metric) and metric.sync_on_compute:
-                # its peers would be copies of the pipeline; the other ranks hold the same state
-                self._synced.append(metric)
-                metric.sync_on_compute = metric._to_sync = False
+            if isinstance(metric, Metric):
+                self._replace_sync(metric)
 
     def release(self) -> None:
         """Lets metrics synchronise again as they did before."""
-        for metric in self._synced:
-            metric.sync_on_compute = metric._to_sync = True
+        for metric, before in self._synced:
+            vars(metric).update(before)
         self._synced = []
+
+    def _replace_sync(self, metric: Metric) -> None:
+        """Its peers are copies of the pipeline; the other ranks hold the same state."""
+        if self._sync is None:
+            now: dict[str, Any] = {"sync_on_compute": False, "_to_sync": False}
+            if not metric.sync_on_compute:
+                return
+        else:
+            now = {"dist_sync_fn": self._sync, "distributed_available_fn": _available}
+            if metric.dist_sync_fn is not None:
+                return
+        self._synced.append((metric, {name: vars(metric)[name] for name in now}))
+        vars(metric).update(now)
 
     def index_of(self, metric: Any) -> int:
         """The number of a metric, equal on all ranks."""
@@ -236,6 +253,10 @@ def _own_space() -> frozenset[str]:
     """Containers that torch and torchmetrics keep in every metric."""
     bare = vars(MeanMetric())
     return frozenset(n for n, v in bare.items() if not isinstance(v, _PLAIN)) | {"_cache"}
+
+
+def _available() -> bool:
+    return True
 
 
 def _is_sent(value: Any) -> bool:

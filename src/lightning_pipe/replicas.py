@@ -1,0 +1,269 @@
+"""Copies of the pipeline: how many there are, and what they have to do together.
+
+Each copy trains on its own part of the data. Their gradients are averaged once in an optimizer
+step, when a rank has accumulated its last batch: so later stages, which finish first, reduce theirs
+while the others still run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from lightning_pipe.errors import ConfigError
+from lightning_pipe.runtime import share
+from lightning_pipe.runtime.meeting import at
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.reduce import gather_values, mean_gradients, reduce_value
+from lightning_pipe.split._fake import is_fake
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_AXES = ("data_parallel", "pipeline", "tensor_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients are reduced over the copies.
+
+    Attributes:
+        bucket_cap_mb: MiB of a bucket.
+        reduce_dtype: What is sent: "bf16", "fp16", "fp32", or None: the type of the gradients.
+    """
+
+    bucket_cap_mb: float = 25.0
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype is not None and self.reduce_dtype not in _DTYPES:
+            raise ConfigError(
+                f"reduce_dtype={self.reduce_dtype!r}: give one of {', '.join(_DTYPES)}, or None: "
+                "gradients are then sent as they are"
+            )
+        if isinstance(self.bucket_cap_mb, bool) or not self.bucket_cap_mb > 0:
+            raise ConfigError(f"bucket_cap_mb={self.bucket_cap_mb!r}: give a number above 0")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What is sent."""
+        return None if self.reduce_dtype is None else _DTYPES[self.reduce_dtype]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket."""
+        return max(1, int(self.bucket_cap_mb * 2**20))
+
+
+def sizes_of(num_ranks: int | None, num_copies: int | None, world_size: int) -> tuple[int, int]:
+    """Ranks of a pipeline, and copies of it.
+
+    Args:
+        num_ranks: `pipeline_parallel_size`; None for "auto".
+        num_copies: `data_parallel_size`; None for "auto".
+        world_size: Processes of the job.
+
+    Raises:
+        ConfigError: They are not the number of processes; with those that would be.
+    """
+    if num_ranks is None and num_copies is None:
+        return world_size, 1
+    if num_ranks is None or num_copies is None:
+        known = num_ranks or num_copies or 1
+        name, free = ("pipeline", "data") if num_copies is None else ("data", "pipeline")
+        if world_size % known:
+            legal = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ConfigError(
+                f"{name}_parallel_size={known} on {world_size} devices: {free}_parallel_size="
+                f"'auto' cannot make their product {world_size}. Give a {name}_parallel_size of "
+                f"{', '.join(legal)}, or a multiple of {known} devices"
+            )
+        rest = world_size // known
+        return (known, rest) if num_copies is None else (rest, known)
+    if num_ranks * num_copies != world_size:
+        wanted = num_ranks * num_copies
+        raise ConfigError(
+            f"pipeline_parallel_size={num_ranks} on {world_size} devices with data_parallel_size="
+            f"{num_copies}: {num_ranks} x {num_copies} = {wanted} processes are needed. Give "
+            f"devices={wanted} in all, or leave one of the two at 'auto'"
+            + (
+                f": data_parallel_size={world_size // num_ranks}"
+                if world_size % num_ranks == 0
+                else ""
+            )
+        )
+    return num_ranks, num_copies
+
+
+def check_size(name: str, size: int | None) -> None:
+    """Refuses what is no number of ranks.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ConfigError(f"{name}={size!r}: give a whole number, 1 at least, or 'auto'")
+
+
+class Copies:
+    """What one position does together with the same position of the other copies.
+
+    Args:
+        ranks: This rank.
+        reduction: How gradients are reduced.
+    """
+
+    def __init__(self, ranks: Ranks, reduction: Reduction) -> None:
+        self._ranks = ranks
+        self._reduction = reduction
+        #: buckets that were reduced, since the start
+        self.num_reductions = 0
+
+    def told(self, place: str, value: Any) -> list[Any]:
+        """What all copies say at a place."""
+        copies = self._ranks.copies
+        if copies is None:
+            return [value]
+        with at(copies, place):
+            return share.gather_objects(copies, value) or []
+
+    def average(
+        self, parameters: Mapping[str, nn.Parameter], owners: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Puts the means over all copies into `.grad`; they are summed over stages already.
+
+        Args:
+            parameters: Those of this position.
+            owners: The positions that hold a parameter, for those that several do. The first one
+                averages and gives the mean to the others, so that all have the same bits.
+        """
+        copies = self._ranks.copies
+        if copies is None:
+            return
+        mine = {
+            name: parameter.grad
+            for name, parameter in parameters.items()
+            if name not in owners or owners[name][0] == self._ranks.position
+        }
+        means, count = mean_gradients(
+            copies,
+            mine,
+            parameters,
+            bucket_bytes=self._reduction.bucket_bytes,
+            dtype=self._reduction.dtype,
+        )
+        self.num_reductions += count
+        shared = {name: means.get(name) for name in owners if name in parameters}
+        if owners:
+            means |= {
+                name: mean
+                for name, mean in share.sum_replicated(self._ranks, shared, owners).items()
+                if mean is not None
+            }
+        for name, mean in means.items():
+            parameters[name].grad = mean
+
+
+def make_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
+    """The ranks as a mesh with the axes "data_parallel", "pipeline" and "tensor_parallel".
+
+    Along "pipeline" they are in the order of global ranks: the first one holds the last stage. Made
+    of the groups that there are; every process of the job has to call this.
+    """
+    if ranks.world_size == 1:
+        return None
+    alone = torch.distributed.new_group([ranks.global_rank], use_local_synchronization=True)
+    groups = [
+        alone if ranks.copies is None else ranks.copies.pipeline_group,
+        alone if ranks.pipeline_group is None else ranks.pipeline_group,
+        alone,
+    ]
+    numbers = torch.arange(ranks.world_size).view(-1, ranks.num_positions, 1)
+    mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=_AXES)
+    return mesh
+
+
+def gather_from_copies(value: Tensor, copies: Ranks, sync_grads: bool = False) -> Tensor:
+    """The values of all copies, stacked; within a trace, their shape.
+
+    Args:
+        value: That of this copy.
+        copies: This position in all copies.
+        sync_grads: Whether gradients flow back to the copies.
+    """
+
+    def all_gather(value: Tensor) -> Tensor:
+        given = value if sync_grads else value.detach()
+        gathered: Tensor = _Gather.apply(given, copies)  # type: ignore[no-untyped-call]
+        return gathered
+
+    return _seen(all_gather, value)
+
+
+def reduce_over_copies(value: Tensor, copies: Ranks, op: str = "mean") -> Tensor:
+    """A value of all copies as one; within a trace, its shape.
+
+    Args:
+        value: That of this copy.
+        copies: This position in all copies.
+        op: As for :func:`~lightning_pipe.runtime.reduce.reduce_value`.
+    """
+
+    def reduce(value: Tensor) -> Tensor:
+        return value.detach() if is_fake(value) else reduce_value(copies, value, op)
+
+    return _seen(reduce, value)
+
+
+def _seen(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    """Calls a function as one of torch's: the calls of a step are numbered, in its trace too."""
+    if has_torch_function_unary(value):
+        found: Tensor = handle_torch_function(function, (value,), value)
+        return found
+    return function(value)
+
+
+def metric_sync(ranks: Ranks) -> Callable[[Tensor, Any], list[Tensor]] | None:
+    """How a metric object gathers its states: from the copies; None if there is one."""
+    copies = ranks.copies
+    if copies is None:
+        return None
+
+    def gather(value: Tensor, group: Any = None) -> list[Tensor]:
+        if is_fake(value):
+            return [value] * copies.num_positions
+        return gather_values(copies, value)
+
+    return gather
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, copies: Ranks) -> Tensor:
+        ctx.copies = copies
+        if is_fake(value):
+            return value.new_empty((copies.num_positions, *value.shape))
+        return torch.stack(gather_values(copies, value))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gradient,) = grads
+        if not is_fake(gradient):
+            gradient = reduce_value(ctx.copies, gradient, "sum")
+        return gradient[ctx.copies.position], None
+
+
+__all__ = [
+    "Copies",
+    "Reduction",
+    "check_size",
+    "gather_from_copies",
+    "make_mesh",
+    "metric_sync",
+    "reduce_over_copies",
+    "sizes_of",
+]

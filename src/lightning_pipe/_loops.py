@@ -5,6 +5,8 @@ All functions change one Trainer, and return what undoes it.
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 
 def agree_on_stopping(
@@ -45,7 +48,7 @@ def agree_on_stopping(
 
     def shared(place: str) -> bool:
         trainer.should_stop, ended = agree(place, trainer.should_stop, trainer.received_sigterm)
-        return ended
+        return ended or trainer.received_sigterm
 
     def on_batch(fetcher: Any) -> None:
         ended = shared("ends a batch")
@@ -133,6 +136,69 @@ def around_hooks(
             yield action_name
 
     return _replace((profiler, "profile", profile))
+
+
+TERM, REQUEUE, INTERRUPT = 1, 2, 4
+"""What signals ask for, as bits."""
+
+
+def postpone_signals(
+    trainer: Trainer, request: Callable[[int], bool]
+) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Lets a signal only note what it asks for, until all ranks of a pipeline can do it together.
+
+    Lightning's own handlers broadcast, save and raise wherever a process just is.
+
+    Args:
+        trainer: Its handlers are not registered yet.
+        request: Told what a signal asks for; returns whether it had been asked for already.
+
+    Returns:
+        What does it, on all ranks together, and what undoes all this.
+    """
+    connector: Any = vars(trainer)["_signal_connector"]
+    requeue = connector._slurm_sigusr_handler_fn
+
+    def on_term(signum: int, frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if not request(TERM) and launcher is not None:
+            launcher.kill(signum)
+
+    def act(asked: int) -> None:
+        if asked & TERM:
+            connector.received_sigterm = True
+        if asked & REQUEUE:
+            requeue(signal.SIGUSR1, None)
+        if asked & INTERRUPT:
+            raise KeyboardInterrupt
+
+    undo = _replace(
+        (connector, "_sigterm_notifier_fn", on_term),
+        (connector, "_slurm_sigusr_handler_fn", lambda signum, frame: request(REQUEUE)),
+    )
+    listens = _postpone_interrupt(request)
+
+    def undo_all() -> None:
+        undo()
+        if listens and signal.getsignal(signal.SIGINT) is listens:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return act, undo_all
+
+
+def _postpone_interrupt(request: Callable[[int], bool]) -> Callable[[int, Any], None] | None:
+    """Lets the first Ctrl-C only be noted; returns its handler, if there is no other yet."""
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        if request(INTERRUPT):
+            raise KeyboardInterrupt
+        rank_zero_info("Ctrl-C: all ranks end after this batch; once more ends them at once")
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return None
+    signal.signal(signal.SIGINT, on_interrupt)
+    return on_interrupt
 
 
 def after_closure(precision: Any, then: Callable[[], Any]) -> Callable[[], None]:

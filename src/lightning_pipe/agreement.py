@@ -46,6 +46,8 @@ def agree_while_fitting(
 
 def _stopping(ranks: Ranks, place: str, stops: bool, ended: bool) -> tuple[bool, bool]:
     flags = meet_everywhere(ranks, place, _STOPS * stops + _ENDED * ended)
+    if ranks.talk.obey is not None:
+        ranks.talk.obey(True)
     return any(flag & _STOPS for flag in flags), any(flag & _ENDED for flag in flags)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.planning.actionlog import merged
 from lightning_pipe.planning.costs import StageCosts
 from lightning_pipe.planning.doctor import examine
 from lightning_pipe.planning.evidence import read_evidence
@@ -22,14 +23,20 @@ from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedu
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.planning.simulate import held_over_time, simulate
 
-__all__ = ["doctor", "draw", "link", "main", "plan", "train"]
+__all__ = ["debug_merge", "doctor", "draw", "link", "main", "plan", "train"]
 
 _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
 
 
 def main() -> None:
     """Runs the command in `sys.argv`."""
-    own = {"doctor": doctor, "draw": draw, "link": link, "plan": plan}
+    own = {
+        "debug-merge": debug_merge,
+        "doctor": doctor,
+        "draw": draw,
+        "link": link,
+        "plan": plan,
+    }
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in own:
         train()
@@ -74,7 +81,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also: lightning-pipe plan, link, draw and doctor with --help",
+            "epilog": "See also: lightning-pipe plan, link, draw, doctor, debug-merge (--help)",
         },
     )
 
@@ -95,6 +102,18 @@ def doctor(arguments: Sequence[str]) -> None:
     print(f"from {' and '.join(evidence.source)}")
     for verdict in examine(evidence.found, evidence.run, evidence.losses):
         print(f"\n{verdict.cause}: {verdict}")
+
+
+def debug_merge(arguments: Sequence[str]) -> None:
+    """Merges the files of a run with `debug=True` into one list, on one clock."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe debug-merge",
+        description="Prints what all ranks of a run with PipelineStrategy(debug=True) did, in the "
+        "order of one clock. The last line of each rank says where it was when the run ended.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="where the files actions-rank-*.jsonl are")
+    for line in merged(parser.parse_args(arguments).folder):
+        print(line)
 
 
 def draw(arguments: Sequence[str]) -> None:

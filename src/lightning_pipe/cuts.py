@@ -48,6 +48,7 @@ class Cuts:
         self._cuts: OrderedDict[Hashable, CutStep] = OrderedDict()
         self._families: OrderedDict[Hashable, Family] = OrderedDict()
         self.memo: UnitMemo = UnitMemo()
+        self._new: list[CutStep] = []
 
     @cached_property
     def generators(self) -> tuple[Generator, ...]:
@@ -134,6 +135,11 @@ class Cuts:
         )
         return self._keep(key, step)
 
+    def take_new(self) -> list[CutStep]:
+        """The cuts that were made since this was asked the last time."""
+        new, self._new = self._new, []
+        return new
+
     def confirm(self, cuts: Iterable[CutStep]) -> None:
         """What was derived has run and was right."""
         for cut in cuts:
@@ -159,6 +165,7 @@ class Cuts:
 
     def _keep(self, key: Hashable, cut: CutStep) -> CutStep:
         self._cuts[key] = cut
+        self._new.append(cut)
         if len(self._cuts) > _MAX_CUTS:
             self._cuts.popitem(last=False)
         return cut

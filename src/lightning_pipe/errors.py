@@ -8,6 +8,7 @@
       ConfigError(ValueError)       the arguments contradict each other or the machine
       MeetingError(ValueError)      ranks of a pipeline are at different places of the program
       StageMismatchError            two neighbouring stages disagree about a tensor
+      GuardError                    a number that would be wrong without a word
       PeerError                     another rank failed; its own traceback is the cause
       CheckpointError               the saved stages do not make this model
 
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CutError",
+    "GuardError",
     "MeetingError",
     "PeerError",
     "PipelineError",
@@ -85,6 +87,10 @@ class MeetingError(PipelineError, ValueError):
 
 class StageMismatchError(PipelineError):
     """Two neighbouring stages disagree about a tensor that crosses their boundary."""
+
+
+class GuardError(PipelineError):
+    """Something that has to be the same is not, and the numbers of the run would be wrong."""
 
 
 class PeerError(PipelineError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -18,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_pipe import _lightning as seam
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import CheckpointError, ConfigError
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split._fake import is_fake
@@ -36,6 +38,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         )
         return loaded
 
+    def load_checkpoint(
+        self, path: Any, map_location: Any = lambda storage, loc: storage, weights_only: Any = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        loaded: dict[str, Any]
+        try:
+            loaded = super().load_checkpoint(path, map_location, weights_only)
+        except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+            is_missing = isinstance(error, OSError) and error.errno != errno.EINVAL
+            if is_missing or "://" in str(path) or zipfile.is_zipfile(path):
+                raise
+            num_bytes = Path(path).stat().st_size
+            raise CheckpointError(
+                f"{path} is damaged: it has {num_bytes} bytes and no end, as a file of which a "
+                f"part is missing ({error}). Take another checkpoint; an older one, or a copy"
+            ) from error
+        return loaded
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
@@ -44,12 +68,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+            left.unlink(missing_ok=True)  # of a process that was killed while it wrote
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             super().save_checkpoint(checkpoint, part, storage_options)
+            _to_disk(part)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
+
+
+def _to_disk(path: Path) -> None:
+    """Makes sure that the contents are on the disk before the name is: after a loss of power there
+    is else a name without contents."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def refuse_training(module: LightningModule) -> None:

@@ -5,8 +5,7 @@ Who starts them, what they tell each other, and how one that fails ends the othe
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -33,9 +33,11 @@ from lightning_pipe.replicas import (
     sizes_of,
 )
 from lightning_pipe.runtime import meeting, share
-from lightning_pipe.runtime.engine import Progress
+from lightning_pipe.runtime.patience import Patience, Timeout
+from lightning_pipe.runtime.progress import Progress
 from lightning_pipe.runtime.ranks import Ranks, Talk, make_ranks
 from lightning_pipe.runtime.watchdog import guard
+from lightning_pipe.signals import Signals
 
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
@@ -55,6 +57,8 @@ class PipelineProcesses(ParallelStrategy):
         arguments: What `Layout` takes besides.
         process_group_backend: Backend of the default process group.
         timeout: How long a rank may wait for another.
+        hang_timeout: When such a wait is looked into; see
+            :class:`~lightning_pipe.runtime.patience.Patience`.
         start_method: How processes are started.
     """
 
@@ -72,6 +76,7 @@ class PipelineProcesses(ParallelStrategy):
         arguments: dict[str, Any],
         process_group_backend: str | None,
         timeout: timedelta | None,
+        hang_timeout: Timeout,
         start_method: str,
     ) -> None:
         super().__init__(
@@ -92,19 +97,22 @@ class PipelineProcesses(ParallelStrategy):
         self._arguments = arguments
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._patience = Patience(hang_timeout)
         self._start_method = start_method
         self._layout: Layout | None = None
         self._ranks: Ranks | None = None
         self._guard = ExitStack()
         self._failed = False
         self._accumulates = False
+        self._signals: Signals | None = None
         if pipeline_parallel_size is not None:
             Layout(pipeline_parallel_size, **arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process, or of the Trainer, starts before `setup_environment`
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_ranks": None, "_mesh": None, "_guard": ExitStack()}
+        none = {"_ranks": None, "_mesh": None, "_signals": None}
+        return {**state, **none, "_guard": ExitStack()}
 
     # ------------------------------------------------------------------ who is there
 
@@ -233,7 +241,7 @@ class PipelineProcesses(ParallelStrategy):
         seam.set_mesh(self.lightning_module, self._mesh)
         self._failed = False
         self._guard = ExitStack()
-        self._guard.enter_context(guard(self._ranks, _Doing(self)))
+        self._guard.enter_context(guard(self._ranks, _Doing(self), self._patience))
 
     # ------------------------------------------------------------------ between processes
 
@@ -287,6 +295,13 @@ class PipelineProcesses(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._fail(exception)
 
+    def _postpone_signals(self, trainer: Trainer) -> Callable[[], None] | None:
+        """Lets all ranks do together what a signal asks of one; returns what undoes that."""
+        if self._own_ranks.num_positions == 1:
+            return None
+        self._signals = Signals(trainer, self._own_ranks)
+        return self._signals.undo
+
     @contextmanager
     def _ending_all(self) -> Generator[None, None, None]:
         """Lets an exception of this rank end the others before any callback waits for them."""
@@ -297,7 +312,7 @@ class PipelineProcesses(ParallelStrategy):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        if self._failed:
+        if self._failed or (self._signals is not None and self._signals.asked_for(error)):
             return
         self._failed = True
         try:
@@ -316,28 +331,42 @@ class _Doing:
 
     def __init__(self, strategy: PipelineProcesses) -> None:
         self._strategy = strategy
-        self._start_s = time.monotonic()
+        self._start = Progress("sets up")
 
     @property
     def text(self) -> str:
         talk = self._talk
-        if talk is not None and talk.place:
-            return f"waits for the others where it {talk.place}"
-        progress = self._strategy._progress()
-        return "sets up" if progress is None else progress.text
+        return f"waits for the others where it {talk.place}" if talk else self._progress.text
 
     @property
     def since_s(self) -> float:
         talk = self._talk
-        if talk is not None and talk.place:
-            return talk.since_s
-        progress = self._strategy._progress()
-        return self._start_s if progress is None else progress.since_s
+        return talk.since_s if talk else self._progress.since_s
+
+    @property
+    def waits_for(self) -> Sequence[int]:
+        ranks = self._strategy._ranks
+        if ranks is not None and self._talk:
+            return [p for p in range(ranks.num_positions) if p != ranks.position]
+        return self._progress.waits_for
+
+    @property
+    def step(self) -> int:
+        return self._progress.step
+
+    @property
+    def usual_s(self) -> float:
+        return self._progress.usual_s
+
+    @property
+    def _progress(self) -> Progress:
+        return self._strategy._progress() or self._start
 
     @property
     def _talk(self) -> Talk | None:
+        """Where this rank waits for all others, if it does."""
         ranks = self._strategy._ranks
         if ranks is None:
             return None
-        with_copies = None if ranks.copies is None else ranks.copies.talk
-        return with_copies if with_copies is not None and with_copies.place else ranks.talk
+        talks = [ranks.talk, *([] if ranks.copies is None else [ranks.copies.talk])]
+        return next((talk for talk in talks if talk.place), None)

@@ -7,6 +7,7 @@ loops, hooks and checkpoints are the strategy's.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lightning_pipe.cutting import PipelineCuts
 from lightning_pipe.errors import CutError
 from lightning_pipe.gradients import GradientStash
+from lightning_pipe.guards import Guards
 from lightning_pipe.home import (
     CutStep,
 )
@@ -27,6 +29,7 @@ from lightning_pipe.layout import Layout
 from lightning_pipe.planning.ir import Schedule
 from lightning_pipe.planning.schedules import forward_only
 from lightning_pipe.planning.timeline import Span
+from lightning_pipe.preflight import Preflight, refuse_different, told_of
 from lightning_pipe.replicas import Copies, Reduction, metric_sync
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
@@ -85,6 +88,8 @@ class Pipeline(PipelineCuts):
         self._seed = mix(seed, copy) if copy else seed
         self._follows_hooks = follows_hooks
         self._schedules: dict[Any, Schedule] = {}
+        self._preflight = Preflight(ranks)
+        self._guards = Guards(module, ranks, device)
 
     def run(
         self,
@@ -113,6 +118,7 @@ class Pipeline(PipelineCuts):
         seen = signature(args[0])
         if self._follows_hooks:
             self.conditions.meet(f"runs {name}", args[0], seen, self.layout.num_microbatches)
+        self._guards.begin(name, args[0], training=training)
         pieces = self._split(args[0])
         state = self._state_key(name, training=training)
         key = mix(self._seed, *index)
@@ -136,6 +142,7 @@ class Pipeline(PipelineCuts):
         if unproven and not self._is_right(step, unproven):
             if any(cut.restless for cut in unproven):
                 self._ways.varies(state[:2])
+            self._guards.forget()
             again = self._cuts_of(state, pieces, args[1:], key, training=training)
             step, stash = self._execute(replace(step, cuts=again, trial=None))
         if stash is not None:
@@ -169,12 +176,15 @@ class Pipeline(PipelineCuts):
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
+        self._preflight.check(schedule, self._cuts.take_new())
         step = replace(
             step,
             metrics=find_metrics(self.module),
             kept=self._counter(step),
             statistics=self._deferred if step.training else None,
             iterated=self._iterated if step.training else None,
+            finite=self._guards.finite,
+            weights=self._weights_of_stages if step.training else {},
         )
         if step.iterated is not None:
             step.iterated.begin()
@@ -204,8 +214,9 @@ class Pipeline(PipelineCuts):
     def _is_right(self, step: StepRun, unproven: Sequence[CutStep]) -> bool:
         """Whether derived cuts were right on all ranks; if not, the step is undone."""
         assert step.trial is not None
-        errors = share.gather_objects(self.ranks, step.trial.error) or []
-        if any(error is not None for error in errors):
+        told = share.gather_objects(self.ranks, (step.trial.error, told_of(unproven))) or []
+        refuse_different([texts for _, texts in told])
+        if any(error is not None for error, _ in told):
             step.trial.undo()
             self._cuts.reject(unproven)
             return False
@@ -266,6 +277,14 @@ class Pipeline(PipelineCuts):
         return {n: p for n, p in self.module.named_parameters() if n in keep}
 
     @cached_property
+    def _weights_of_stages(self) -> dict[int, list[nn.Parameter]]:
+        own = self._own_parameters
+        return {
+            stage: [own[name] for name in held if name in own]
+            for stage, held in enumerate(self.home.held)
+        }
+
+    @cached_property
     def _replicated(self) -> dict[str, tuple[int, ...]]:
         names = [name for name, _ in self.module.named_parameters()]
         owners = {name: self.home.owners(name) for name in names}
@@ -286,7 +305,10 @@ class Pipeline(PipelineCuts):
     def _sum_replicas(self, stash: GradientStash) -> None:
         if self._replicated:
             own = {name: stash.gradients.get(name) for name in self._replicated}
-            summed = share.sum_replicated(self.ranks, own, self._replicated)
+            values = {n: p for n, p in self._own_parameters.items() if n in self._replicated}
+            summed = share.sum_replicated(
+                self.ranks, own, self._replicated, self._guards.checksums(values)
+            )
             stash.gradients.update({n: g for n, g in summed.items() if g is not None})
 
     def average_gradients(self) -> None:
@@ -298,7 +320,9 @@ class Pipeline(PipelineCuts):
         assert self.schedule is not None
         last = self.schedule.stage_to_rank[-1]
         is_last = self.ranks.position == last
-        traces: Traces | None = self.tail.finish() if is_last else None
+        traces: Traces | None = None
+        if is_last:
+            traces = replace(self.tail.finish(), told=self._guards.tell())
         if traces is not None and training and self.ranks.copies is not None:
             totals = self.copies.told("weighs the losses of a step", self.tail.total)
             traces = self.tail.among_copies(traces, totals)
@@ -309,5 +333,8 @@ class Pipeline(PipelineCuts):
             )
             traces = traces if is_last else received
         assert traces is not None
+        warning = self._guards.hear(traces.told)
+        if warning is not None and self.ranks.is_first:
+            warnings.warn(warning, stacklevel=2)
         self.tail.apply(traces, is_last=is_last)
         return traces

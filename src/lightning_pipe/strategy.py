@@ -31,7 +31,9 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe import _loops
 from lightning_pipe.agreement import agree_while_fitting
 from lightning_pipe.data import SharedLoader, share_random_state
+from lightning_pipe.debug import log_actions
 from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
+from lightning_pipe.facts import compare, facts_of
 from lightning_pipe.follow import Follow
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.hooks import Hooks
@@ -53,7 +55,7 @@ from lightning_pipe.planning.plan import Plan
 from lightning_pipe.readings import PipelineReadings
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import meeting, share
-from lightning_pipe.runtime.engine import Progress
+from lightning_pipe.runtime.progress import Progress
 from lightning_pipe.split._fake import run_eagerly
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
@@ -115,6 +117,13 @@ class PipelineStrategy(PipelineReadings):
         reduce_dtype: What these are sent as: "bf16", "fp16", "fp32", or None: as they are.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
+        hang_timeout: How long it may until all ranks say what they do: "auto" is a minute, or ten
+            usual steps. The run is ended if a rank does not answer, or, after five minutes, if
+            every rank waits for another. A number of seconds ends the run then, whatever the
+            cause; None never ends it.
+        debug: Whether every action of every rank is noted in a file, with shapes, types and peers;
+            or the folder for these files. Read them with `lightning-pipe debug-merge`. False asks
+            the environment variable ``LIGHTNING_PIPE_DEBUG``.
         start_method: How processes are started: "popen" runs the script again, "spawn" and "fork"
             as in ``multiprocessing``.
 
@@ -156,6 +165,8 @@ class PipelineStrategy(PipelineReadings):
         reduce_dtype: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        hang_timeout: float | str | None = "auto",
+        debug: bool | str = False,
         start_method: str = "popen",
     ) -> None:
         num_ranks = number_of(pipeline_parallel_size)
@@ -186,12 +197,14 @@ class PipelineStrategy(PipelineReadings):
             arguments=arguments,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            hang_timeout=hang_timeout,
             start_method=start_method,
         )
         if restore_model not in _RESTORE:
             raise ConfigError(f"restore_model={restore_model!r}: give one of {_RESTORE}")
         self._restore_model = restore_model
         self._share_predictions = share_predictions
+        self._debug = debug
         self._pipeline: Pipeline | None = None
         self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
@@ -238,6 +251,8 @@ class PipelineStrategy(PipelineReadings):
             self.model = self.precision_plugin.convert_module(module)
         flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         has_hooks = any(flags) and ranks.num_positions > 1
+        if ranks.num_positions > 1:
+            compare(ranks, facts_of(module, self.given, trainer))
         share_initial_state(module, ranks, self._blueprint)
         share_random_state(ranks, self.root_device)
         self._pipeline = Pipeline(
@@ -251,7 +266,8 @@ class PipelineStrategy(PipelineReadings):
             follows_hooks=has_hooks,
         )
         self._pipeline.blueprint = self._blueprint
-        self._undo.append(run_eagerly(module))
+        self._undo.append(log_actions(self._pipeline.engine, self._debug, trainer.default_root_dir))
+        self._undo += [run_eagerly(module), self._postpone_signals(trainer)]
         if ranks.copies is None:
             self._undo.append(_loops.silence_advice())
         self._undo.append(extend_device_stats(self.accelerator, self.gather_memory))

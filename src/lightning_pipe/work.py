@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.guards import Finite
 from lightning_pipe.home import CutStep
 from lightning_pipe.iterated import Iterated
 from lightning_pipe.runtime.accelerator import is_out_of_memory
@@ -56,6 +57,8 @@ class StepRun:
         statistics: What notes the running statistics of batch norms, if they are deferred.
         iterated: Gives micro-batches the same vectors of spectral norms, if the step trains.
         kept: Counts what is kept for the backward, in steps that are watched for it.
+        finite: Takes note of what is made, to find what is not finite.
+        weights: Weights of each stage of this rank.
     """
 
     module: nn.Module
@@ -76,6 +79,8 @@ class StepRun:
     statistics: DeferredStatistics | None = None
     iterated: Iterated | None = None
     kept: KeptBytes | None = None
+    finite: Finite | None = None
+    weights: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.trial is None:
@@ -119,6 +124,8 @@ class StepRun:
                 keep_random=self.metrics is None,
             )
         if not isinstance(result, StepResult):
+            if self.finite is not None:
+                self.finite.note(stage, microbatch, program.inputs, program.outputs, result)
             return result
         self.recorded.append(result.recorded)
         if self.training and result.value is None:
@@ -126,6 +133,8 @@ class StepRun:
         if self.training:
             need_loss(result.value)
         loss, factor = self.tail.returned(result.value, microbatch)
+        if self.finite is not None and factor != 0:
+            self.finite.note_loss(microbatch, loss)
         return (self._weighted(loss, factor, received),) if self.training else ()
 
     def _weighted(self, loss: Tensor, factor: float, received: tuple[Tensor, ...]) -> Tensor:
@@ -201,6 +210,9 @@ class StageOfStep:
 
     def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
         return self._step.cuts[microbatch].programs[self._stage].outputs
+
+    def weights(self) -> Sequence[Tensor]:
+        return self._step.weights.get(self._stage, ())
 
     def recomputes(self, microbatch: int) -> bool:
         return self._step.cuts[microbatch].programs[self._stage].recomputes

@@ -186,6 +186,9 @@ class Stage:
     def outputs(self, microbatch):
         return () if self.is_last else tuple(self.specs[microbatch][n] for n in self.boundaries[1])
 
+    def weights(self):
+        return list(self.blocks.parameters())
+
     def recomputes(self, microbatch):
         return False
 

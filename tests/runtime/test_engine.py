@@ -21,6 +21,7 @@ from lightning_pipe.planning.schedules import SCHEDULES, forward_only, make_sche
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.overhead import action_overhead_s
 from lightning_pipe.runtime.ranks import make_ranks, rank_order
+from lightning_pipe.runtime.transfer import Links
 from lightning_pipe.split.spec import ValueSpec
 
 CPU = torch.device("cpu")
@@ -222,6 +223,38 @@ def test_live_graphs_are_bounded_by_the_schedule(name, expected):
     assert [by_stage[stage] for stage in range(4)] == expected
 
 
+def buffers(num_microbatches):
+    """The most bytes that boundaries of this rank have at a time, in a step that has settled."""
+    schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=num_microbatches)
+    engine = Engine(make_ranks(schedule.stage_to_rank, 4), CPU)
+    model, batch = make_model("chain"), make_batch([64] * num_microbatches)
+    stage = engine.ranks.position
+    work = Stage(model, stage, cut(model, 4), batch)
+    alive, peak = weakref.WeakSet(), 0
+
+    class Tracked(Links):
+        def _post(self, sends, tensors, position):
+            nonlocal peak
+            alive.update(tensors)
+            peak = max(peak, sum(t.untyped_storage().nbytes() for t in alive))
+            return super()._post(sends, tensors, position)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_pipe.runtime.engine.Links", Tracked)
+        engine.run(schedule, {stage: work}, training=True)
+    return stage, peak
+
+
+def test_boundary_buffers_do_not_grow_with_the_micro_batches():
+    few, many = dict(run_ranks(4, buffers, 8)), dict(run_ranks(4, buffers, 48))
+    message = 64 * 6 * 8
+    for stage in range(4):
+        # a stage holds at most P - s micro-batches, each received and sent; what is under way to
+        # a peer is bounded too
+        assert 0 < many[stage] <= few[stage] + 2 * message
+        assert many[stage] <= (2 * (4 - stage) + 2 * 9) * message
+
+
 def test_nothing_is_kept_of_an_evaluation():
     engine = Engine(make_ranks([0], 1), CPU)
     case = Case("chain", 3)
@@ -312,6 +345,9 @@ class Typed:
 
     def outputs(self, microbatch):
         return () if self.last else self.specs()
+
+    def weights(self):
+        return []
 
     def recomputes(self, microbatch):
         return False

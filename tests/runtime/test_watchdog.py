@@ -1,69 +1,16 @@
-"""A failure on one rank ends all, fast, with the user's own exception in front. Real processes."""
+"""A failure on one rank ends all; `tests/faults` has real processes that die and hang."""
 
-import sys
 import time
 
 import pytest
 import torch
-from tests.helpers import run_ranks, spawn_ranks
-from tests.runtime.models import Stage, cut, make_batch, make_model
+from tests.helpers import run_ranks
 
-from lightning_pipe.errors import PeerError
-from lightning_pipe.planning.schedules import make_schedule
-from lightning_pipe.runtime.engine import Engine
+from lightning_pipe.errors import ConfigError, PeerError
+from lightning_pipe.runtime.patience import Patience
 from lightning_pipe.runtime.ranks import make_ranks
+from lightning_pipe.runtime.verdict import BUSY, GONE, MOVED, STUCK, State, judge
 from lightning_pipe.runtime.watchdog import guard
-
-NUM_RANKS = 4
-
-
-class Failing(Stage):
-    """Stage 2 fails, or sleeps for a while, in its forward of micro-batch 3."""
-
-    action = "raise"
-
-    def forward(self, microbatch, received):
-        if self.blocks[0] is self.model[4] and microbatch == 3:
-            if self.action == "raise":
-                sys.stderr.write(f"failing at {time.time()}\n")
-                raise ValueError("the user's own text 42")
-            time.sleep(6)
-        return super().forward(microbatch, received)
-
-
-def train(action, report_after_s):
-    schedule = make_schedule("1f1b", num_ranks=NUM_RANKS, num_microbatches=8)
-    ranks = make_ranks(schedule.stage_to_rank, NUM_RANKS)
-    engine = Engine(ranks, torch.device("cpu"))
-    model = make_model("chain")
-    with guard(ranks, engine.progress, report_after_s=report_after_s):
-        work = Failing(model, ranks.position, cut(model, NUM_RANKS), make_batch([2] * 8))
-        work.action = action
-        engine.run(schedule, {ranks.position: work}, training=True)
-
-
-def test_an_exception_on_one_rank_ends_all_with_its_text_first():
-    ended = spawn_ranks(NUM_RANKS, train, "raise", 60.0, timeout=120)
-    failed_at = float(ended[1].stderr.split("failing at ")[1].split()[0])
-    assert time.time() - failed_at < 30
-    assert [process.returncode for process in ended] == [1] * NUM_RANKS
-    for process in ended:
-        assert "ValueError: the user's own text 42" in process.stderr
-        if sys.version_info >= (3, 11):
-            assert "stage 2, rank 2, action 2F3, micro-batch 3" in process.stderr
-    # Stage 2 of 4 is on global rank 1. The others show its text before their own.
-    for process in (ended[0], ended[2], ended[3]):
-        assert process.stderr.lstrip().startswith("global rank 1 failed:\nTraceback")
-
-
-def test_a_rank_that_hangs_is_reported_by_those_that_wait():
-    ended = spawn_ranks(NUM_RANKS, train, "sleep", 2.0, timeout=120)
-    assert [process.returncode for process in ended] == [0] * NUM_RANKS
-    report = ": waiting for forward of microbatch 3 from stage 2, for "
-    assert f"rank 3 (global rank 0){report}" in ended[0].stderr
-    assert "rank 2 (global rank 1): running 2F3, for " in ended[1].stderr
-    assert "in forward\n    time.sleep(6)" in ended[1].stderr  # the stack says which line
-    assert "rank 1 (global rank 2): waiting for backward of microbatch" in ended[2].stderr
 
 
 def guards_in_a_row():
@@ -105,3 +52,61 @@ def test_one_process_is_not_watched():
     ranks = make_ranks([0], 1)
     with pytest.raises(ValueError, match="as it is"), guard(ranks):
         raise ValueError("as it is")
+
+
+RUNS = State("rank 1 (global rank 0)", "runs 1F2", 70, (), 4, "forward, model.py:3")
+WAITS = State("rank 0 (global rank 1)", "waits for what it needs", 60, (0,), 4, "fit, run.py:9")
+
+
+@pytest.mark.parametrize(
+    ("states", "silent", "kind", "text"),
+    [
+        (
+            {0: RUNS, 1: WAITS},
+            {},
+            BUSY,
+            "the others wait for rank 1 (global rank 0) runs 1F2, for 70 s now, in step 4, at "
+            "forward, model.py:3",
+        ),
+        (
+            {0: State("rank 1", "waits for a barrier", 60, (1,), 5), 1: WAITS},
+            {},
+            STUCK,
+            "every rank waits for another, so none can go on: rank 1 waits for a barrier, for 60 s "
+            "now, in step 5; rank 0 (global rank 1) waits for what it needs, for 60 s now, in step "
+            "4, at fit, run.py:9 (they are in different steps: global rank 0 in step 5, global "
+            "rank 1 in step 4). The ranks do not do the same: look for what only some of them run",
+        ),
+        (
+            {1: WAITS},
+            {0: "It was last seen where it runs 1F2"},
+            GONE,
+            "global rank 0 does not answer: its process or its machine is gone, or native code in "
+            "it keeps Python from running. It was last seen where it runs 1F2",
+        ),
+        ({1: RUNS, 0: WAITS}, {}, MOVED, "rank 1 (global rank 0) goes on"),
+    ],
+)
+def test_the_likely_cause_is_named(states, silent, kind, text):
+    verdict = judge(1, states, silent)
+    assert (verdict.kind, verdict.text) == (kind, text)
+
+
+def test_patience_follows_the_length_of_a_step_and_what_was_asked_for():
+    by_itself = Patience()
+    assert [by_itself.moment_s(looks, 0.5) for looks in (0, 1, 2)] == [60, 300, 600]
+    assert [by_itself.moment_s(looks, 40.0) for looks in (0, 1)] == [400, 400]
+    assert by_itself.ends(GONE, 60, 0.5)
+    assert not by_itself.ends(STUCK, 60, 0.5)
+    assert by_itself.ends(STUCK, 300, 0.5)
+    assert not by_itself.ends(BUSY, 10_000, 0.5)
+    asked = Patience(10)
+    assert [asked.moment_s(looks, 40.0) for looks in (0, 1)] == [10, 20]
+    assert all(asked.ends(kind, 10, 40.0) for kind in (GONE, STUCK, BUSY))
+    assert not asked.ends(MOVED, 10, 40.0)
+    never = Patience(None)
+    assert never.moment_s(0, 0.0) == 60
+    assert not any(never.ends(kind, 9999, 0.0) for kind in (GONE, STUCK, BUSY))
+    for wrong in (0, -1, "soon", True):
+        with pytest.raises(ConfigError, match=f"hang_timeout={wrong!r}: give 'auto', a number of"):
+            Patience(wrong)

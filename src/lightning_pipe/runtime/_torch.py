@@ -108,6 +108,50 @@ def lower(schedule: Schedule) -> Lowered:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """One entry of a lowered order, in words of our own.
+
+    Attributes:
+        kind: "compute", "send" or "receive".
+        stage: The stage that does it.
+        microbatch: Of which micro-batch.
+        op: What is computed; for a message, `Op.FORWARD` for values and `Op.BACKWARD` for
+            gradients.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    op: Op
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.op.value}{self.microbatch}"
+        return text if self.kind == "compute" else f"{self.kind} of {text}"
+
+
+_DEEDS = {
+    **{computed: ("compute", op) for op, computed in _OPS.items()},
+    _ComputationType.SEND_F: ("send", Op.FORWARD),
+    _ComputationType.SEND_B: ("send", Op.BACKWARD),
+    _ComputationType.RECV_F: ("receive", Op.FORWARD),
+    _ComputationType.RECV_B: ("receive", Op.BACKWARD),
+}
+
+
+def deeds(lowered: Lowered) -> dict[int, list[Deed]]:
+    """What each rank will do, in its order."""
+    found: dict[int, list[Deed]] = {}
+    for rank, order in lowered.orders.items():
+        found[rank] = []
+        for action in order:
+            kind, op = _DEEDS[action.computation_type]
+            microbatch = action.microbatch_index
+            assert microbatch is not None, "what we lower has micro-batches"
+            found[rank].append(Deed(kind, action.stage_index, microbatch, op))
+    return found
+
+
 def run(lowered: Lowered, position: int, chunks: Mapping[int, Chunk], device: torch.device) -> None:
     """Runs one rank's order; an exception of a chunk comes out as it was raised."""
     if not lowered.orders.get(position):

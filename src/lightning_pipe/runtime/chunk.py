@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from lightning_pipe.errors import GuardError
 from lightning_pipe.planning.ir import Action, Op
 from lightning_pipe.runtime.backward import backward_full, backward_input
+from lightning_pipe.runtime.progress import Wait
 from lightning_pipe.runtime.transfer import Links, Message, check_values, describe, zeros
 from lightning_pipe.split.spec import ValueSpec
 
@@ -27,19 +29,23 @@ if TYPE_CHECKING:
     from lightning_pipe.runtime.engine import StageWork
 
 Grads = tuple[Tensor | None, ...]
+Moved = Tensor | ValueSpec | None
 
 
 class Observer(Protocol):
     """Who wants to know what a stage is doing."""
 
-    def waits(self, text: str) -> None:
+    def waits(self, wait: Wait) -> None:
         """A wait for another rank begins."""
 
     def waited(self) -> None:
         """It is over."""
 
-    def starts(self, action: Action) -> Any:
-        """An action begins; what is returned comes back in `ends`."""
+    def moves(self, action: Action, is_sent: bool, position: int, values: Sequence[Moved]) -> None:
+        """Values are on their way to another rank, or from one to an action."""
+
+    def starts(self, action: Action, values: Sequence[Moved]) -> Any:
+        """An action begins with some values; what is returned comes back in `ends`."""
 
     def ends(self, action: Action, start: Any) -> None:
         """The action has ended."""
@@ -88,11 +94,15 @@ class StageChunk:
         self._arriving_grads: dict[int, Message] = {}
         self._input_grads: dict[int, Grads] = {}
         self._weights: dict[int, Callable[[], None]] = {}
+        self._versions: dict[int, int] = {}
+        self._watched = tuple(work.weights()) if training else ()
 
     # Forward
 
     def receive_forward(self, microbatch: int) -> None:
         specs = self._work.inputs(microbatch)
+        action = Action(self._stage, Op.FORWARD, microbatch)
+        self._observer.moves(action, False, self._previous, specs)
         message, values = self._links.receive(specs, self._previous)
         self._arriving[microbatch] = message
         self._inputs[microbatch] = values
@@ -102,13 +112,15 @@ class StageChunk:
 
     def forward(self, microbatch: int) -> tuple[Tensor, ...]:
         action = Action(self._stage, Op.FORWARD, microbatch)
-        self._wait(self._arriving.pop(microbatch, None), "forward", microbatch, self._stage - 1)
         specs = self._work.inputs(microbatch)
+        self._wait(self._arriving.pop(microbatch, None), action, self._stage - 1, specs)
         values = self._inputs.pop(microbatch, ())
         assert len(values) == len(specs), "a stage gets the values of its boundary"
         leaves, given = self._make_leaves(specs, values)
-        with self._noted(action, specs), self._observed(action):
+        with self._noted(action, specs), self._observed(action, specs):
             returned = self._work.forward(microbatch, given)
+        if self._training:
+            self._versions[microbatch] = self._version()
         if self._is_last:
             if self._training:
                 self._forwarded[microbatch] = _Forwarded(leaves, returned, ())
@@ -117,7 +129,10 @@ class StageChunk:
         return self._keep_outputs(microbatch, received, leaves, returned)
 
     def send_forward(self, microbatch: int) -> None:
-        self._sent[microbatch] = self._links.send(self._outputs.pop(microbatch), self._next)
+        outputs = self._outputs.pop(microbatch)
+        action = Action(self._stage, Op.FORWARD, microbatch)
+        self._observer.moves(action, True, self._next, self._work.outputs(microbatch))
+        self._sent[microbatch] = self._links.send(outputs, self._next)
         if not self._training:
             del self._sent[microbatch]
 
@@ -125,6 +140,8 @@ class StageChunk:
 
     def receive_backward(self, microbatch: int) -> None:
         specs = [spec for spec in self._work.outputs(microbatch) if spec.requires_grad]
+        action = Action(self._stage, Op.BACKWARD, microbatch)
+        self._observer.moves(action, False, self._next, specs)
         message, values = self._links.receive(specs, self._next)
         self._arriving_grads[microbatch] = message
         arriving = iter(values)
@@ -139,7 +156,8 @@ class StageChunk:
     def backward(self, microbatch: int, *, full: bool) -> None:
         action = Action(self._stage, Op.BACKWARD if full else Op.INPUT, microbatch)
         message = self._arriving_grads.pop(microbatch, None)
-        self._wait(message, "backward", microbatch, self._stage + 1)
+        specs = self._work.outputs(microbatch)
+        self._wait(message, action, self._stage + 1, specs)
         if microbatch in self._sent:
             self._links.settle(self._sent.pop(microbatch), self._next)
         forwarded = self._forwarded.pop(microbatch)
@@ -152,7 +170,8 @@ class StageChunk:
             pairs = zip(roots, (grads[i] for i in forwarded.root_indices), strict=True)
             known = [(root, grad) for root, grad in pairs if grad is not None]
             roots, root_grads = tuple(r for r, _ in known), tuple(g for _, g in known)
-        with self._noted(action), self._observed(action):
+        with self._noted(action), self._observed(action, grads):
+            self._check_version(microbatch)
             # where a forward runs again, half a backward would cost a whole forward
             if full or self._work.recomputes(microbatch):
                 backward_full(roots, root_grads)
@@ -164,12 +183,16 @@ class StageChunk:
                     roots, root_grads, forwarded.leaves
                 )
         self._input_grads[microbatch] = self._join_relayed(microbatch, found, grads)
+        if full:
+            del self._versions[microbatch]
 
     def weight(self, microbatch: int) -> None:
         action = Action(self._stage, Op.WEIGHT, microbatch)
         run = self._weights.pop(microbatch)
         with self._noted(action), self._observed(action):
+            self._check_version(microbatch)
             run()
+        del self._versions[microbatch]
 
     def send_backward(self, microbatch: int) -> None:
         specs = self._work.inputs(microbatch)
@@ -180,12 +203,28 @@ class StageChunk:
             if spec.requires_grad
         ]
         if values:
+            action = Action(self._stage, Op.BACKWARD, microbatch)
+            self._observer.moves(action, True, self._previous, values)
             self._links.send(values, self._previous)
 
     def take_backward(self, microbatch: int) -> Grads:
         return self._input_grads.pop(microbatch)
 
     # Parts
+
+    def _version(self) -> int:
+        """Goes up whenever a weight of the stage is written to."""
+        return sum([weight._version for weight in self._watched])
+
+    def _check_version(self, microbatch: int) -> None:
+        """Refuses to mix the gradients of two versions of the weights."""
+        if self._version() != self._versions[microbatch]:
+            raise GuardError(
+                f"a weight of stage {self._stage} was written to between the forward of micro-"
+                f"batch {microbatch} and its backward, so the gradient would be that of no weights "
+                "that there were. Change weights between steps (in a hook or an optimizer), not in "
+                "the step"
+            )
 
     def _make_leaves(
         self, specs: Sequence[ValueSpec], values: Sequence[Tensor]
@@ -237,18 +276,19 @@ class StageChunk:
             for spec in self._work.inputs(microbatch)
         )
 
-    def _wait(self, message: Message | None, what: str, microbatch: int, stage: int) -> None:
+    def _wait(
+        self, message: Message | None, action: Action, stage: int, specs: Sequence[ValueSpec]
+    ) -> None:
         if message is not None and message.works:
-            rank = self._previous if what == "forward" else self._next
-            self._observer.waits(
-                f"waiting for {what} of microbatch {microbatch} from stage {stage}"
-            )
-            self._links.wait(message, rank)
+            rank = self._previous if stage < self._stage else self._next
+            wait = Wait(rank, stage, action, specs)
+            self._observer.waits(wait)
+            self._links.wait(message, rank, wait)
             self._observer.waited()
 
     @contextmanager
-    def _observed(self, action: Action) -> Iterator[None]:
-        start = self._observer.starts(action)
+    def _observed(self, action: Action, values: Sequence[Moved] = ()) -> Iterator[None]:
+        start = self._observer.starts(action, values)
         yield
         self._observer.ends(action, start)
 

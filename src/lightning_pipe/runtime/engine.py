@@ -6,9 +6,7 @@ those of the next. Losses arrive weighted, gradients are never scaled here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,7 +17,10 @@ from lightning_pipe.planning.ir import Action, Schedule
 from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import _torch
 from lightning_pipe.runtime.accelerator import Mark, mark, read_marks
-from lightning_pipe.runtime.chunk import StageChunk
+from lightning_pipe.runtime.actionlog import ActionLog
+from lightning_pipe.runtime.chunk import Moved, StageChunk
+from lightning_pipe.runtime.preflight import check_deeds
+from lightning_pipe.runtime.progress import Progress, Wait
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.transfer import Links
 from lightning_pipe.split.spec import ValueSpec
@@ -39,6 +40,9 @@ class StageWork(Protocol):
         A value that is among the inputs too, under the same name, is relayed: it goes on as it
         came, and what `forward` returns in its place is ignored.
         """
+
+    def weights(self) -> Sequence[Tensor]:
+        """Weights that the stage uses: they must not change between a forward and its backward."""
 
     def recomputes(self, microbatch: int) -> bool:
         """Whether the backward runs parts of the forward again: it is not taken apart then."""
@@ -61,6 +65,8 @@ class Engine:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks = ranks
         self.progress = Progress()
+        #: notes every action in a file, if somebody wants to know
+        self.log: ActionLog | None = None
         self._device = device
         self._lowered: dict[Schedule, _torch.Lowered] = {}
 
@@ -93,8 +99,9 @@ class Engine:
                 f"{list(own)}; got {sorted(stages)} on rank {position} of {num_positions}"
             )
         assert training == schedule.has_backward, "an evaluation needs a schedule without backwards"
-        links = Links(self.ranks, self._device)
-        recorder = _Recorder(position, self._device, self.progress)
+        self.progress.begins()
+        links = Links(self.ranks, self._device, self._waits_to_send)
+        recorder = _Recorder(position, self._device, self.progress, self.log)
         rank_of = schedule.stage_to_rank
         chunks = {
             stage: StageChunk(
@@ -111,31 +118,24 @@ class Engine:
         with torch.set_grad_enabled(training):
             _torch.run(self._lower(schedule), position, chunks, self._device)
             links.finish()
-        self.progress.report("outside of a step")
+        self.progress.ends()
         return recorder.spans()
+
+    def _waits_to_send(self, position: int, is_over: bool) -> None:
+        if is_over:
+            self.progress.goes_on()
+        else:
+            self.progress.waits(Wait(position))
 
     def _lower(self, schedule: Schedule) -> _torch.Lowered:
         lowered = self._lowered.get(schedule)
         if lowered is None:
             if len(self._lowered) >= _MAX_LOWERED:
                 self._lowered.pop(next(iter(self._lowered)))
-            lowered = self._lowered[schedule] = _torch.lower(schedule)
+            lowered = _torch.lower(schedule)
+            check_deeds(schedule, _torch.deeds(lowered))
+            self._lowered[schedule] = lowered
         return lowered
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a rank is doing now, for the watchdog's thread to read."""
-
-    text: str = "outside of a step"
-    since_s: float = field(default_factory=time.monotonic)
-    #: the action that ran last, or runs
-    action: Action | None = None
-
-    def report(self, text: str) -> None:
-        """Notes what begins now."""
-        self.since_s = time.monotonic()
-        self.text = text
 
 
 class Spans(Sequence[Span]):
@@ -164,7 +164,10 @@ class Spans(Sequence[Span]):
 class _Recorder:
     """Times the actions and tells the watchdog about them."""
 
-    def __init__(self, rank: int, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, progress: Progress, log: ActionLog | None
+    ) -> None:
+        self._log = log
         self._rank = rank
         self._device = device
         self._progress = progress
@@ -172,22 +175,31 @@ class _Recorder:
         self._waits: Mark | None = None
         self._waited: Mark | None = None
 
-    def waits(self, text: str) -> None:
-        self._progress.report(text)
+    def waits(self, wait: Wait) -> None:
+        self._progress.waits(wait)
+        if self._log is not None:
+            self._log.waits(self._progress.step, wait)
         self._waits = mark(self._device)
 
     def waited(self) -> None:
         self._waited = mark(self._device)
 
-    def starts(self, action: Action) -> Mark:
-        self._progress.report(f"running {action}")
-        self._progress.action = action
+    def moves(self, action: Action, is_sent: bool, position: int, values: Sequence[Moved]) -> None:
+        if self._log is not None:
+            self._log.moves(self._progress.step, action, is_sent, position, values)
+
+    def starts(self, action: Action, values: Sequence[Moved]) -> Mark:
+        self._progress.runs(action)
+        if self._log is not None:
+            self._log.starts(self._progress.step, action, values)
         return mark(self._device)
 
     def ends(self, action: Action, start: Mark) -> None:
         waits, waited = self._waits or start, self._waited or start
         self._waits = self._waited = None
         self._marks.append((action, waits, waited, start, mark(self._device)))
+        if self._log is not None:
+            self._log.ends(self._progress.step, action)
 
     def spans(self) -> Spans:
         return Spans(self._rank, self._marks)

@@ -5,18 +5,18 @@ its sizes to another that waits for a batch, or wait for it until the timeout. S
 collective that follows code of the user, all ranks meet: they compare the name of the place. This
 costs one small message. A rank that needs something of the others while they are elsewhere (a
 weight, in a hook that one rank alone runs) asks, and those who wait at a place answer and wait on.
+A signal reaches one rank or all, at any time; what it asks for goes with these messages, so that
+all ranks do it at one place.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import and_, or_
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from lightning_pipe.errors import MeetingError
 from lightning_pipe.runtime import share
-from lightning_pipe.runtime.ranks import Ranks, connected
+from lightning_pipe.runtime.ranks import Ranks, connected, waiting
+from lightning_pipe.runtime.where import users_line
 
 Item = tuple[int, Hashable]
 """The position that knows something, and what it is asked."""
 
 _PLURAL = {"rank": "ranks", "copy": "copies"}
-_OUR_CODE = ("lightning_pipe", "lightning", "torch", "lightning_utilities")
 
 
 def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
@@ -49,7 +49,7 @@ def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
     """
     if ranks.num_positions == 1 or ranks.talk.depth:
         return [flag]
-    with _waiting(ranks, place):
+    with waiting(ranks, place), connected(ranks):
         while True:
             headers = _exchange(ranks, is_question=False, text=place, flag=flag)
             if not any(header[0] for header in headers):
@@ -57,6 +57,8 @@ def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
             _answer(ranks, headers, None)
     if len({header[1] for header in headers}) > 1:
         _raise_apart(ranks, place)
+    for header in headers:
+        ranks.talk.heard |= header[3]
     return [header[2] for header in headers]
 
 
@@ -89,7 +91,7 @@ def at(ranks: Ranks, place: str) -> Iterator[None]:
     meet(ranks, place)
     ranks.talk.depth += 1
     try:
-        with connected(ranks):
+        with waiting(ranks, place), connected(ranks):
             yield
     finally:
         ranks.talk.depth -= 1
@@ -108,7 +110,7 @@ def ask(ranks: Ranks, items: Sequence[Item]) -> dict[Item, Any]:
     Raises:
         Exception: What the one who was asked could not answer with.
     """
-    with _waiting(ranks, f"asks for {items[0][1]}"):
+    with waiting(ranks, f"asks for {items[0][1]}"), connected(ranks):
         headers = _exchange(ranks, is_question=True, text=repr(tuple(items)), flag=0)
         answers = _answer(ranks, headers, tuple(items))
     for answer in answers.values():
@@ -118,7 +120,7 @@ def ask(ranks: Ranks, items: Sequence[Item]) -> dict[Item, Any]:
 
 
 def _exchange(ranks: Ranks, *, is_question: bool, text: str, flag: int) -> list[tuple[int, ...]]:
-    own = torch.tensor([is_question, zlib.crc32(text.encode()), flag])
+    own = torch.tensor([is_question, zlib.crc32(text.encode()), flag, ranks.talk.requests])
     found = [torch.empty_like(own) for _ in ranks.order]
     dist.all_gather(found, own, group=ranks.control_group)
     return [tuple(found[place].tolist()) for place in ranks.order]
@@ -149,19 +151,8 @@ def _own_answer(ranks: Ranks, key: Hashable) -> Any:
         return error
 
 
-@contextmanager
-def _waiting(ranks: Ranks, text: str) -> Iterator[None]:
-    talk = ranks.talk
-    talk.place, talk.since_s = text, time.monotonic()
-    try:
-        with connected(ranks):
-            yield
-    finally:
-        talk.place = ""
-
-
 def _raise_apart(ranks: Ranks, place: str) -> None:
-    listed = "; ".join(share.gather_objects(ranks, f"{ranks} {place}{_users_line()}") or [])
+    listed = "; ".join(share.gather_objects(ranks, f"{ranks} {place}{_here()}") or [])
     raise MeetingError(
         f"the {_PLURAL[ranks.called]} of the pipeline are at different places of the program: "
         f"{listed}. Each of these needs all ranks, so that none could go on. Let all ranks do the "
@@ -171,13 +162,6 @@ def _raise_apart(ranks: Ranks, place: str) -> None:
     )
 
 
-def _users_line() -> str:
-    """Where the innermost code is that is neither ours nor Lightning's."""
-    frame = sys._getframe()
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).split(".")[0]
-        if package not in _OUR_CODE and package not in sys.stdlib_module_names:
-            code = frame.f_code
-            return f" (in {code.co_name}, {Path(code.co_filename).name}:{frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+def _here() -> str:
+    line = users_line(sys._getframe())
+    return f" (in {line})" if line else ""

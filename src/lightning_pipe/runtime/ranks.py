@@ -30,12 +30,19 @@ class Talk:
         depth: Meetings that this rank is in, one within the other.
         place: What it waits for now; empty if for nothing.
         since_s: Since when.
+        requests: What this rank was asked from outside, by a signal, as bits.
+        heard: What any rank was asked before the last meeting; the same on all.
+        obey: What does what was heard, on all ranks together: given whether this is between two
+            training batches.
     """
 
     answer: Callable[[Any], Any] | None = None
     depth: int = 0
     place: str = ""
     since_s: float = field(default_factory=time.monotonic)
+    requests: int = 0
+    heard: int = 0
+    obey: Callable[[bool], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +215,34 @@ def connected(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def waiting(ranks: Ranks, text: str) -> Iterator[None]:
+    """Notes that this rank waits for the others within the body, unless it is known to already.
+
+    Args:
+        ranks: This rank.
+        text: Where, as the end of "rank 0 ...".
+    """
+    talk = ranks.talk
+    if talk.place:
+        talk.since_s = time.monotonic()
+        yield
+        return
+    talk.place, talk.since_s = text, time.monotonic()
+    try:
+        yield
+    finally:
+        talk.place = ""
+
+
 def talks(function: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
-    """Makes a function whose first argument is this rank run :func:`connected`."""
+    """Makes a function whose first argument is this rank run :func:`connected`, and be known to
+    wait for others."""
+    text = f"exchanges objects ({function.__name__})"
 
     @wraps(function)
     def talking(ranks: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with connected(ranks):
+        with waiting(ranks, text), connected(ranks):
             return function(ranks, *args, **kwargs)
 
     return talking

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe.errors import ConfigError, CutError
+from lightning_pipe.errors import ConfigError, CutError, GuardError
 from lightning_pipe.runtime.packing import (
     Packed,
     TensorSpec,
@@ -168,7 +168,10 @@ def receive_object(ranks: Ranks, source: int) -> Any:
 
 @talks
 def sum_replicated(
-    ranks: Ranks, grads: Mapping[str, Tensor | None], owners: Mapping[str, Sequence[int]]
+    ranks: Ranks,
+    grads: Mapping[str, Tensor | None],
+    owners: Mapping[str, Sequence[int]],
+    checksums: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor | None]:
     """Sums the gradients of parameters that several positions hold.
 
@@ -180,6 +183,10 @@ def sum_replicated(
         grads: The gradients of this rank's replicated parameters; None where there is none.
         owners: For every replicated parameter of the model the positions that hold it, without
             repetition, the same on all ranks.
+        checksums: Of the values of this rank's replicated parameters, if they are to be compared.
+
+    Raises:
+        GuardError: Two positions have other values of a parameter; on all ranks.
 
     Returns:
         The sums of this rank's parameters, None where no owner has a gradient. Tensors of `grads`
@@ -199,14 +206,31 @@ def sum_replicated(
                 f"{name}: its gradient is {grad.layout} and it is used on ranks {mine[name]}; only "
                 "dense gradients can be summed over stages. Use sparse=False"
             )
-    present = gather_objects(ranks, {name: _grad_spec(grads[name]) for name in mine})
-    assert present is not None
+    own = {name: (_grad_spec(grads[name]), (checksums or {}).get(name)) for name in mine}
+    told = gather_objects(ranks, own)
+    assert told is not None
+    _refuse_different(told)
+    present = [{name: spec for name, (spec, _) in other.items()} for other in told]
     sums = dict(grads)
     for name, positions in mine.items():
         specs = {p: present[p][name] for p in positions if present[p][name] is not None}
         if specs:
             sums[name] = _sum_over(ranks, grads[name], positions, specs)
     return sums
+
+
+def _refuse_different(told: Sequence[Mapping[str, tuple[Any, int | None]]]) -> None:
+    """Raises if a parameter has other values on one position than on another."""
+    for name in sorted({name for other in told for name in other}):
+        sums = {p: other[name][1] for p, other in enumerate(told) if name in other}
+        known = {p: checksum for p, checksum in sums.items() if checksum is not None}
+        if len(set(known.values())) > 1:
+            raise GuardError(
+                f"the weight {name} is on several ranks and no longer the same on them: its "
+                f"checksums by rank are {known}. Something writes to it on one rank alone: take a "
+                "condition on the rank (`is_global_zero`, `global_rank == 0`) away from what "
+                "changes weights"
+            )
 
 
 def _sum_over(

@@ -7,7 +7,7 @@ travel.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,24 @@ class Message:
 
 
 class Links:
-    """A rank's connections to the others, for one step."""
+    """A rank's connections to the others, for one step.
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    Args:
+        ranks: This rank.
+        device: Where values live.
+        waits: Told of a wait until a rank has taken what it was sent: which one, and whether the
+            wait is over.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        waits: Callable[[int, bool], None] = lambda position, is_over: None,
+    ) -> None:
         self._ranks = ranks
         self._device = device
+        self._waits = waits
         self._sent: dict[int, deque[Message]] = {}
 
     def send(self, values: Sequence[Tensor], position: int) -> Message:
@@ -63,7 +76,7 @@ class Links:
         sent = self._sent.setdefault(position, deque())
         sent.append(message)
         while sent and (len(sent) > _MAX_UNDER_WAY or sent[0].done()):
-            self.wait(sent.popleft(), position)
+            self._wait_sent(sent.popleft(), position)
         return message
 
     def receive(
@@ -80,28 +93,42 @@ class Links:
 
     def settle(self, message: Message, position: int) -> None:
         """Waits for what was sent and forgets it; used when a reply shows that it arrived."""
-        self.wait(message, position)
+        self._wait_sent(message, position)
         sent = self._sent[position]
         self._sent[position] = deque(other for other in sent if other is not message)
 
-    def wait(self, message: Message, position: int) -> None:
-        """Waits until a message has arrived."""
+    def wait(self, message: Message, position: int, what: object = "") -> None:
+        """Waits until a message has arrived.
+
+        Args:
+            message: The message.
+            position: Where it comes from, or goes to.
+            what: What this rank does meanwhile, for an error.
+        """
         try:
             for work in message.works:
                 work.wait()
             message.works = message.tensors = ()
         except RuntimeError as error:
+            where = f" where it {what}" if str(what) else ""
             raise PeerError(
                 f"{self._ranks}: the connection to rank {position} "
-                f"(global rank {self._ranks.global_rank_of(position)}) broke; the reason is in "
-                f"that rank's output. Here: {error}"
+                f"(global rank {self._ranks.global_rank_of(position)}) broke{where}; the reason is "
+                f"in that rank's output. Here: {error}"
             ) from error
 
     def finish(self) -> None:
         """Waits for all that was sent."""
         for position, sent in self._sent.items():
             while sent:
-                self.wait(sent.popleft(), position)
+                self._wait_sent(sent.popleft(), position)
+
+    def _wait_sent(self, message: Message, position: int) -> None:
+        if not message.works:
+            return
+        self._waits(position, False)
+        self.wait(message, position)
+        self._waits(position, True)
 
     def _post(self, sends: bool, tensors: Sequence[Tensor], position: int) -> Message:
         group = self._ranks.pipeline_group

@@ -1,35 +1,42 @@
-"""One rank's failure reaches all, and a rank that waits says what for.
+"""One rank's failure reaches all, and a rank that waits for too long finds out why.
 
 A rank that raises leaves the others in a receive that nobody will ever answer. So it puts its
-traceback into the store through which the processes found each other, and a thread of every other
-rank looks there twice a second, repeats it on its own stderr and ends the process.
+traceback on a board that all can read, and a thread of every other rank looks there twice a second,
+repeats it on its own stderr and ends the process. The same thread looks whether the processes of
+the other ranks still live, and asks all ranks what they do when its own has waited for too long.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import FrameType
 from typing import Protocol
 
 from lightning_pipe.errors import PeerError
-from lightning_pipe.runtime._torch import default_store
+from lightning_pipe.runtime.board import Board, Failure
+from lightning_pipe.runtime.patience import Patience
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.verdict import MOVED, State, judge
+from lightning_pipe.runtime.where import line_of, users_line
 
 _POLL_S = 0.5
-_GRACE_S = 5.0  # for a rank to end by itself after another has failed
-_LOST_GRACE_S = 30.0  # the same, after the process that keeps the store has gone
-_ACK_S = 3.0  # for the others to read what a failing rank wrote, before it may take the store away
+_LOOK_S = 1.0  # between two looks at the other processes
+_STOP_S = 5.0  # for the thread to end
+_HANG_GRACE_S = 1.0  # for the others to say what they have to, before all end
+_LOST_GRACE_S = 10.0  # the same, after the process that keeps the store has gone
+_CAUSE_S = 2.0  # for the cause of a broken connection to be known
+_ANSWER_S = 5.0  # for a rank to say what it does
+_REAP_S = 4.0  # for a rank to hear that the run is over
 
 
 class Doing(Protocol):
-    """What a rank is doing; `engine.Progress` is one."""
+    """What a rank is doing."""
 
     @property
     def text(self) -> str: ...
@@ -37,12 +44,23 @@ class Doing(Protocol):
     @property
     def since_s(self) -> float: ...
 
+    @property
+    def waits_for(self) -> Sequence[int]:
+        """Positions that it waits for."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def usual_s(self) -> float:
+        """The usual length of a step."""
+
 
 @contextmanager
 def guard(
-    ranks: Ranks, progress: Doing | None = None, *, report_after_s: float = 60.0
+    ranks: Ranks, progress: Doing | None = None, patience: Patience | None = None
 ) -> Iterator[None]:
-    """Ends all ranks when one raises within the body.
+    """Ends all ranks when one raises, dies or hangs within the body.
 
     The exception of the rank that failed first comes out as it was raised. In the others, what the
     failure causes comes out as a `PeerError`; one that still waits after five seconds is ended with
@@ -50,13 +68,13 @@ def guard(
 
     Args:
         ranks: This rank; all ranks of the job enter together.
-        progress: What this rank is doing, written to stderr when it stays the same for too long.
-        report_after_s: How long that is.
+        progress: What this rank is doing.
+        patience: How long it may wait for another.
     """
     if ranks.world_size == 1:
         yield
         return
-    watch = _Watch(ranks, progress, report_after_s)
+    watch = _Watch(ranks, progress, patience or Patience())
     watch.start()
     try:
         yield
@@ -65,37 +83,26 @@ def guard(
         if failure is None or not isinstance(error, PeerError):
             raise
         watch.repeat(failure)
-        raise PeerError(
-            f"global rank {failure.global_rank} failed first: {failure.summary}"
-        ) from error
+        raise PeerError(failure.summary) from error
     finally:
         watch.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A failure as it is written into the store."""
-
-    global_rank: int
-    summary: str
-    text: str
-
-
 class _Watch:
-    """The thread of one rank, and its part of the store."""
+    """The thread of one rank."""
 
-    def __init__(self, ranks: Ranks, progress: Doing | None, report_after_s: float) -> None:
+    def __init__(self, ranks: Ranks, progress: Doing | None, patience: Patience) -> None:
         self._ranks = ranks
         self._progress = progress
-        self._report_after_s = report_after_s
-        self._store = default_store()
-        rank = ranks.global_rank
-        # Guards one after the other must not see each other's failures.
-        self._prefix = f"lightning_pipe/{self._store.add(f'lightning_pipe/guards/{rank}', 1)}"
+        self._patience = patience
+        self._board = Board(ranks.global_rank, ranks.world_size)
         self._stopped = threading.Event()
         self._guarded = threading.get_ident()
         self._repeated = False
-        self._reported_since_s = 0.0
+        self._looked_s = time.monotonic()
+        self._said = ""
+        self._num_alarms = 0
+        self._alarmed = (0.0, 0)  # since when this rank waits, and how often it has asked about it
         self._thread = threading.Thread(target=self._run, name="pipeline watchdog", daemon=True)
 
     def start(self) -> None:
@@ -103,102 +110,199 @@ class _Watch:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=_GRACE_S)
-
-    def failed(self, error: BaseException) -> _Failure | None:
-        """Tells the others about a failure of this rank; returns another's if that was earlier."""
-        earlier = self._earlier_failure(wait_s=2.0 if isinstance(error, PeerError) else 0.0)
-        if earlier is not None:
-            return earlier
-        own = {
-            "global_rank": self._ranks.global_rank,
-            "summary": "".join(traceback.format_exception_only(error)).strip(),
-            "text": "".join(traceback.format_exception(error)),
-        }
+        self._thread.join(timeout=_STOP_S)
         try:
-            written = self._store.compare_set(f"{self._prefix}/failure", "", json.dumps(own))
-            failure = _Failure(**json.loads(written))
-            if failure.global_rank != self._ranks.global_rank:
-                return failure
-            self._await_readers()
+            self._board.leave()
         except RuntimeError:  # the store is gone, and with it who could read
+            return
+
+    # ------------------------------------------------------------------ in the guarded thread
+
+    def failed(self, error: BaseException) -> Failure | None:
+        """Tells the others about a failure of this rank; returns another's if that was earlier."""
+        rank = self._ranks.global_rank
+        try:
+            if isinstance(error, PeerError):
+                earlier = self._cause(_CAUSE_S)
+                if earlier is not None:
+                    return earlier
+            summary = "".join(traceback.format_exception_only(error)).strip()
+            own = Failure(
+                rank,
+                f"global rank {rank} failed first: {summary}",
+                "".join(traceback.format_exception(error)),
+            )
+            failure = self._board.fail(own)
+            if failure.global_rank != rank:
+                return failure
+            self._board.await_readers()
+        except RuntimeError:
             return None
         return None
 
-    def repeat(self, failure: _Failure) -> None:
-        """Shows another rank's failure on this rank's stderr, once."""
-        if not self._repeated:
-            self._repeated = True
-            sys.stderr.write(f"\nglobal rank {failure.global_rank} failed:\n{failure.text}\n")
-            sys.stderr.flush()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_POLL_S):
-            try:
-                failure = self._read_failure()
-            except RuntimeError:
-                self._end_after(_LOST_GRACE_S, "the process that keeps the store has ended")
-                return
-            if failure is not None:
-                if failure.global_rank != self._ranks.global_rank:
-                    self.repeat(failure)
-                    self._end_after(_GRACE_S, f"global rank {failure.global_rank} failed")
-                return
-            self._report_progress()
-
-    def _end_after(self, grace_s: float, reason: str) -> None:
-        if self._stopped.wait(grace_s):
-            return
-        doing = f" while {self._progress.text}" if self._progress is not None else ""
-        sys.stderr.write(f"{self._ranks}: {reason}; ended{doing}\n")
-        sys.stderr.flush()
-        os._exit(1)
-
-    def _report_progress(self) -> None:
-        if self._progress is None:
-            return
-        since_s = self._progress.since_s
-        waited_s = time.monotonic() - since_s
-        if waited_s > self._report_after_s and since_s != self._reported_since_s:
-            self._reported_since_s = since_s
-            sys.stderr.write(
-                f"{self._ranks}: {self._progress.text}, for {waited_s:.0f} s now, in\n"
-                f"{self._stack()}"
-            )
-            sys.stderr.flush()
-
-    def _stack(self) -> str:
-        """Where the guarded code is, for people."""
-        frame = sys._current_frames().get(self._guarded)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-    def _earlier_failure(self, wait_s: float) -> _Failure | None:
-        """A connection can break a moment before the reason is in the store."""
+    def _cause(self, wait_s: float) -> Failure | None:
+        """A connection can break a moment before the reason is known."""
         end_s = time.monotonic() + wait_s
         while True:
-            try:
-                failure = self._read_failure()
-            except RuntimeError:
-                return None
+            failure = self._board.failure() or self._tell_of_the_dead()
             if failure is not None or time.monotonic() >= end_s:
                 return failure
             time.sleep(0.05)
 
-    def _read_failure(self) -> _Failure | None:
-        key = f"{self._prefix}/failure"
-        if not self._store.check([key]):
-            return None
-        failure = _Failure(**json.loads(self._store.get(key)))
-        if failure.global_rank != self._ranks.global_rank:
-            self._store.set(f"{self._prefix}/read/{self._ranks.global_rank}", "")
-        return failure
+    def repeat(self, failure: Failure) -> None:
+        """Shows another rank's failure on this rank's stderr, once."""
+        if not self._repeated:
+            self._repeated = True
+            said = "" if failure.is_told else f"global rank {failure.global_rank} failed:\n"
+            _write(f"\n{said}{failure.text}")
 
-    def _await_readers(self) -> None:
-        others = [
-            f"{self._prefix}/read/{rank}"
-            for rank in range(self._ranks.world_size)
-            if rank != self._ranks.global_rank
-        ]
-        end_s = time.monotonic() + _ACK_S
-        while not self._store.check(others) and time.monotonic() < end_s:
-            time.sleep(0.05)
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            try:
+                if self._sees_failure():
+                    return
+                self._look_around()
+                self._answer_alarms()
+                self._raise_alarm()
+            except RuntimeError:
+                self._end_after(_LOST_GRACE_S, self._lost())
+                return
+
+    def _sees_failure(self) -> bool:
+        failure = self._board.failure()
+        if failure is None:
+            return False
+        if failure.is_told or failure.global_rank != self._ranks.global_rank:
+            self.repeat(failure)
+            self._end_after(failure.grace_s, f"global rank {failure.global_rank} failed")
+        return True
+
+    def _look_around(self) -> None:
+        """Notes what this rank does, and looks whether the others live."""
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        text = self._text()
+        if text != self._said:
+            self._said = text
+            self._board.does(text)
+        self._tell_of_the_dead()
+
+    def _tell_of_the_dead(self) -> Failure | None:
+        dead = self._board.find_dead()
+        failure = self._board.failure() if dead else None  # which it may have told of at its end
+        if not dead or failure is not None:
+            return failure
+        rank = dead[0]
+        identity = self._board.identity(rank)
+        text = (
+            f"global rank {rank} has died: its process{f' {identity.pid}' if identity else ''} "
+            "ended without a word, as by SIGKILL, a crash of native code, or the system where "
+            f"memory runs out (its log says so). {self._board.last_seen(rank)}"
+        ).rstrip()
+        return self._board.fail(Failure(rank, text, text, is_told=True))
+
+    def _lost(self) -> str:
+        """Why the store may be gone."""
+        try:
+            dead = [rank for rank in self._board.others if self._is_dead(rank)]
+        except RuntimeError:
+            dead = []
+        who = f"global rank {dead[0]} has died; " if dead else ""
+        return f"{who}the process that keeps the store has ended"
+
+    def _is_dead(self, rank: int) -> bool:
+        identity = self._board.identity(rank)
+        return identity is not None and identity.is_dead()
+
+    def _end_after(self, grace_s: float, reason: str) -> None:
+        if self._stopped.wait(grace_s):
+            return
+        _write(f"{self._ranks}: {reason}; ended while it {self._text()}")
+        self._reap()
+        os._exit(1)
+
+    def _reap(self) -> None:
+        """Ends ranks of this machine that do not even hear that the run is over."""
+        try:
+            end_s = time.monotonic() + _REAP_S
+            deaf = self._board.others
+            while deaf and time.monotonic() < end_s:
+                deaf = [r for r in deaf if not (self._board.has_read(r) or self._is_dead(r))]
+                time.sleep(0.1)
+            for rank in self._board.reap(deaf):
+                _write(f"{self._ranks}: global rank {rank} did not answer and was ended too")
+        except RuntimeError:
+            return
+
+    # ------------------------------------------------------------------ alarms
+
+    def _raise_alarm(self) -> None:
+        """Asks all ranks what they do if this one has waited for too long."""
+        doing = self._progress
+        if doing is None or not doing.waits_for:
+            return
+        since_s, usual_s = doing.since_s, doing.usual_s
+        waited_s = time.monotonic() - since_s
+        asked = self._alarmed[1] if self._alarmed[0] == since_s else 0
+        if waited_s < self._patience.moment_s(asked, usual_s):
+            return
+        self._alarmed = since_s, asked + 1
+        number = self._num_alarms
+        if self._board.alarm(number) != self._ranks.global_rank:
+            return  # another asked first
+        self._num_alarms += 1
+        self._say(number)
+        states, silent = self._board.answers(number, _ANSWER_S)
+        verdict = judge(self._ranks.global_rank, states, silent)
+        self._board.decide(number, verdict)
+        ends = self._patience.ends(verdict.kind, waited_s, usual_s)
+        text = f"no progress for {waited_s:.0f} s: {verdict.text}"
+        if not ends:
+            _write(text)
+            return
+        blamed = next(iter(silent), self._ranks.global_rank)
+        # none of them will get anywhere, so none is waited for
+        self._board.fail(Failure(blamed, text, text, is_told=True, grace_s=_HANG_GRACE_S))
+
+    def _answer_alarms(self) -> None:
+        """Says what this rank does if another has asked."""
+        number = self._num_alarms
+        if not self._board.is_alarmed(number):
+            return
+        self._num_alarms += 1
+        self._say(number)
+        verdict = self._board.verdict(number, _ANSWER_S + 1)
+        if verdict is not None and verdict.kind != MOVED:
+            _write(f"no progress: {verdict.text}")
+
+    def _say(self, number: int) -> None:
+        frame = sys._current_frames().get(self._guarded)
+        state = self._state(frame)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        _write(f"{state}, in\n{stack}")
+        self._board.answer(number, state)
+
+    def _state(self, frame: FrameType | None) -> State:
+        doing = self._progress
+        line = users_line(frame) or (line_of(frame) if frame is not None else "")
+        if doing is None:
+            return State(str(self._ranks), "runs", line=line)
+        return State(
+            str(self._ranks),
+            doing.text,
+            time.monotonic() - doing.since_s,
+            tuple(map(self._ranks.global_rank_of, doing.waits_for)),
+            doing.step,
+            line,
+        )
+
+    def _text(self) -> str:
+        return "runs" if self._progress is None else self._progress.text
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -37,6 +37,8 @@ class Traces:
     prints: Sequence[PrintCall] = ()
     #: what the gradients of the step are multiplied with
     correction: float = 1.0
+    #: what the guards of the last stage tell the others
+    told: Any = None
 
     def without_output(self) -> Traces:
         """The same for ranks that need not know what the step returned."""

@@ -1,0 +1,65 @@
+"""Damaged plans, costs and schedules are errors that name the file, and run no code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from lightning_pipe import PipelineStrategy
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.planning.costs import CostTable, LinkCosts, UnitCosts
+from lightning_pipe.planning.plan import Plan, StagePlan
+from lightning_pipe.planning.schedules import make_schedule
+
+_STAGES = (
+    StagePlan(0, 1, "embed", "blocks.1", 3, 1_500_000, 6_000_000, 2 * 10**9, 4096, 512, ("tied",)),
+    StagePlan(1, 0, "head", "head", 1, 999, 3996, 10**9, 0, 0, ("tied",)),
+)
+_PLAN = Plan(_STAGES, "1f1b", 2, 1, 8, "flops", 1 / 9, ("a note",))
+_COSTS = CostTable((UnitCosts("embed", 1.0, 1.0, 1.0, 10, 10),), LinkCosts(1e-6, 1e9), "cpu")
+FILES = {
+    "plan": ("plan.yaml", yaml.safe_dump(_PLAN.to_dict())),
+    "costs": ("costs.json", _COSTS.to_json()),
+    "schedule": (
+        "schedule.csv",
+        make_schedule("1f1b", num_ranks=2, num_microbatches=4).to_csv(),
+    ),
+}
+
+
+def damaged(text):
+    """A file that is cut off, has bytes that are no text, other values, or code."""
+    data = text.encode()
+    for end in range(0, len(data), max(1, len(data) // 25)):
+        yield data[:end]
+    yield b"\x00\xff\xfe" + data
+    for old, new in ((b"1", b"-1"), (b":", b""), (b"1", b"x"), (b",", b";"), (b"0", b"1e99")):
+        yield data.replace(old, new)
+    yield b"!!python/object/apply:os.mkdir ['made']"
+    yield b"- 1\n- 2\n"
+    yield json.dumps({"stages": [], "units": {}}).encode()
+
+
+@pytest.mark.parametrize("argument", FILES)
+def test_a_damaged_file_is_refused_by_name_or_says_something_else_that_is_legal(
+    tmp_path, monkeypatch, argument
+):
+    monkeypatch.chdir(tmp_path)
+    name, text = FILES[argument]
+    file = tmp_path / name
+    file.write_text(text)
+    arguments = {} if argument == "plan" else {"pipeline_parallel_size": 2, "num_microbatches": 4}
+    PipelineStrategy(**{argument: str(file)}, **arguments)
+    refused, messages = 0, set()
+    for data in damaged(text):
+        file.write_bytes(data)
+        try:
+            PipelineStrategy(**{argument: str(file)}, **arguments)
+        except PipelineError as error:  # anything else fails the test
+            refused += 1
+            messages.add(str(error))
+    assert refused >= 25
+    assert any(name in message for message in messages)
+    assert [path.name for path in tmp_path.iterdir()] == [name], "no code of the file ran"

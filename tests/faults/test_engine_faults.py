@@ -45,7 +45,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(action, dead, waits):
 def test_a_rank_that_hangs_is_named_by_all_and_ends_all(action, hanging):
     ended = end(Job(2, train, Fault("sleep", action), 2.0))
     for process in ended:
-        cause = rf"the others wait for rank \d \(global rank {hanging}\) runs {action}"
+        cause = rf"the others wait for rank \d \(global rank {hanging}\), which runs {action}"
         assert re.search(f"no progress.*: {cause}", process.stderr)
         assert "at happen, harness.py:" in process.stderr
     assert "time.sleep(100)" in ended[hanging].stderr, "each prints its own stack"
@@ -69,7 +69,7 @@ def test_a_rank_that_is_only_slow_is_reported_and_not_ended():
     ended = Job(2, slow, Fault("slow", "0F1")).end()
     assert [process.returncode for process in ended] == [0, 0]
     for process in ended:
-        assert "the others wait for rank 0 (global rank 1) runs 0F1, for " in process.stderr
+        assert "the others wait for rank 0 (global rank 1), which runs 0F1, for " in process.stderr
 
 
 def test_four_ranks_end_with_the_traceback_of_the_one_that_raised_first():

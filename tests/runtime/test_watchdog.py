@@ -65,8 +65,8 @@ WAITS = State("rank 0 (global rank 1)", "waits for what it needs", 60, (0,), 4, 
             {0: RUNS, 1: WAITS},
             {},
             BUSY,
-            "the others wait for rank 1 (global rank 0) runs 1F2, for 70 s now, in step 4, at "
-            "forward, model.py:3",
+            "the others wait for rank 1 (global rank 0), which runs 1F2, for 70 s now, in step 4, "
+            "at forward, model.py:3",
         ),
         (
             {0: State("rank 1", "waits for a barrier", 60, (1,), 5), 1: WAITS},

@@ -31,6 +31,9 @@ class _Little:
     def outputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
         return () if self._stage == _CHUNKS - 1 else (self._spec,)
 
+    def weights(self) -> tuple[Tensor, ...]:
+        return (self._weight,)
+
     def recomputes(self, microbatch: int) -> bool:
         return False
 

@@ -31,8 +31,13 @@ class State:
     has_left: bool = False
 
     def __str__(self) -> str:
+        return f"{self.name} {self.what}"
+
+    @property
+    def what(self) -> str:
+        """What it does, and where, and for how long."""
         at = f", at {self.line}" if self.line else ""
-        return f"{self.name} {self.doing}, for {self.for_s:.0f} s now, in step {self.step}{at}"
+        return f"{self.doing}, for {self.for_s:.0f} s now, in step {self.step}{at}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,12 @@ class Verdict:
         kind: A rank does not answer ("gone") or runs something ("busy"), or each waits for another
             ("stuck"); or it went on meanwhile ("moved").
         text: A sentence.
+        ends: Whether the run is over for it.
     """
 
     kind: str
     text: str
+    ends: bool = False
 
 
 def judge(asked: int, states: Mapping[int, State], silent: Mapping[int, str]) -> Verdict:
@@ -77,7 +84,9 @@ def judge(asked: int, states: Mapping[int, State], silent: Mapping[int, str]) ->
     busy = [state for state in states.values() if not state.waits_for]
     if busy:
         slowest = max(busy, key=lambda state: state.for_s)
-        return Verdict(BUSY, f"the others wait for {slowest}{_apart(states)}")
+        return Verdict(
+            BUSY, f"the others wait for {slowest.name}, which {slowest.what}{_apart(states)}"
+        )
     listed = "; ".join(str(states[rank]) for rank in sorted(states))
     return Verdict(
         STUCK,

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Protocol
 
@@ -102,7 +103,7 @@ class _Watch:
         self._looked_s = time.monotonic()
         self._said = ""
         self._num_alarms = 0
-        self._alarmed = (0.0, 0)  # since when this rank waits, and how often it has asked about it
+        self._alarmed = (0.0, 0)  # since when this rank waits, and how often all were asked then
         self._thread = threading.Thread(target=self._run, name="pipeline watchdog", daemon=True)
 
     def start(self) -> None:
@@ -176,7 +177,12 @@ class _Watch:
             return False
         if failure.is_told or failure.global_rank != self._ranks.global_rank:
             self.repeat(failure)
-            self._end_after(failure.grace_s, f"global rank {failure.global_rank} failed")
+            told = (
+                "the run is over"
+                if failure.is_told
+                else f"global rank {failure.global_rank} failed"
+            )
+            self._end_after(failure.grace_s, told)
         return True
 
     def _look_around(self) -> None:
@@ -246,10 +252,9 @@ class _Watch:
             return
         since_s, usual_s = doing.since_s, doing.usual_s
         waited_s = time.monotonic() - since_s
-        asked = self._alarmed[1] if self._alarmed[0] == since_s else 0
-        if waited_s < self._patience.moment_s(asked, usual_s):
+        if waited_s < self._patience.moment_s(self._looks(since_s), usual_s):
             return
-        self._alarmed = since_s, asked + 1
+        self._alarmed = since_s, self._looks(since_s) + 1
         number = self._num_alarms
         if self._board.alarm(number) != self._ranks.global_rank:
             return  # another asked first
@@ -257,8 +262,8 @@ class _Watch:
         self._say(number)
         states, silent = self._board.answers(number, _ANSWER_S)
         verdict = judge(self._ranks.global_rank, states, silent)
-        self._board.decide(number, verdict)
         ends = self._patience.ends(verdict.kind, waited_s, usual_s)
+        self._board.decide(number, replace(verdict, ends=ends))
         text = f"no progress for {waited_s:.0f} s: {verdict.text}"
         if not ends:
             _write(text)
@@ -267,15 +272,22 @@ class _Watch:
         # none of them will get anywhere, so none is waited for
         self._board.fail(Failure(blamed, text, text, is_told=True, grace_s=_HANG_GRACE_S))
 
+    def _looks(self, since_s: float) -> int:
+        """How often all ranks were asked during this wait."""
+        return self._alarmed[1] if self._alarmed[0] == since_s else 0
+
     def _answer_alarms(self) -> None:
         """Says what this rank does if another has asked."""
         number = self._num_alarms
         if not self._board.is_alarmed(number):
             return
         self._num_alarms += 1
+        if self._progress is not None:
+            since_s = self._progress.since_s
+            self._alarmed = since_s, self._looks(since_s) + 1
         self._say(number)
         verdict = self._board.verdict(number, _ANSWER_S + 1)
-        if verdict is not None and verdict.kind != MOVED:
+        if verdict is not None and verdict.kind != MOVED and not verdict.ends:
             _write(f"no progress: {verdict.text}")
 
     def _say(self, number: int) -> None:

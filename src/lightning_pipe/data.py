@@ -209,7 +209,8 @@ class _SharedIterator(Iterator[Any]):
             read = _Read(read.batch, read.is_end, read.error, rng, rows)
         with at(self._ranks, "reads a batch"):
             read = broadcast_read(self._ranks, read, partial(_unpicklable, read))
-        if self._ranks.talk.obey is not None:
+        # copies of the pipeline are not at the same batch of an evaluation
+        if self._ranks.talk.obey is not None and self._ranks.copies is None:
             self._ranks.talk.obey(False)
         if self._seen is not None:
             self._seen.extend(read.rows)

@@ -78,7 +78,7 @@ def compare(ranks: Ranks, facts: Facts) -> None:
     Raises:
         ConfigError: They differ, on all ranks, with what differs on which.
     """
-    told = share.gather_objects(ranks, (ranks.global_rank, facts)) or []
+    told = share.gather_everywhere(ranks, (ranks.global_rank, facts))
     told = sorted(told, key=lambda one: one[0])
     names = dict.fromkeys(name for _, other in told for name in other)
     differing = [name for name in names if len({other.get(name) for _, other in told}) > 1]

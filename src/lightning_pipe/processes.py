@@ -5,7 +5,7 @@ Who starts them, what they tell each other, and how one that fails ends the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -297,7 +297,7 @@ class PipelineProcesses(ParallelStrategy):
 
     def _postpone_signals(self, trainer: Trainer) -> Callable[[], None] | None:
         """Lets all ranks do together what a signal asks of one; returns what undoes that."""
-        if self._own_ranks.num_positions == 1:
+        if self._own_ranks.world_size == 1:
             return None
         self._signals = Signals(trainer, self._own_ranks)
         return self._signals.undo
@@ -344,11 +344,8 @@ class _Doing:
         return talk.since_s if talk else self._progress.since_s
 
     @property
-    def waits_for(self) -> Sequence[int]:
-        ranks = self._strategy._ranks
-        if ranks is not None and self._talk:
-            return [p for p in range(ranks.num_positions) if p != ranks.position]
-        return self._progress.waits_for
+    def waits(self) -> bool:
+        return self._talk is not None or self._progress.waits
 
     @property
     def step(self) -> int:

@@ -251,7 +251,7 @@ class PipelineStrategy(PipelineReadings):
             self.model = self.precision_plugin.convert_module(module)
         flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         has_hooks = any(flags) and ranks.num_positions > 1
-        if ranks.num_positions > 1:
+        if ranks.world_size > 1:
             compare(ranks, facts_of(module, self.given, trainer))
         share_initial_state(module, ranks, self._blueprint)
         share_random_state(ranks, self.root_device)

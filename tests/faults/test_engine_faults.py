@@ -133,8 +133,8 @@ class _Waiting:
         return self.ranks.talk.since_s
 
     @property
-    def waits_for(self):
-        return [1 - self.ranks.position] if self.ranks.talk.place else ()
+    def waits(self):
+        return bool(self.ranks.talk.place)
 
 
 def apart():

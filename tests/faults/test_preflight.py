@@ -157,7 +157,7 @@ def test_cuts_that_differ_are_named_by_the_first_boundary() -> None:
     told = ("cut 0: stages on ranks [0, 1]", "cut 0: stage 0 gives stage 1 'h' (2, 3) float32")
     other = (told[0], told[1].replace("float32", "float64"))
     refuse_different([told, told])
-    with pytest.raises(StageMismatchError, match=r"on rank 0 .*float32', on rank 2 .*float64'"):
+    with pytest.raises(StageMismatchError, match=r'on rank 0 .*float32", on rank 2 .*float64"'):
         refuse_different([told, told, other])
     with pytest.raises(StageMismatchError, match=r"on rank 1 'nothing more'"):
         refuse_different([told, told[:1]])

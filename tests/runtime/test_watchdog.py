@@ -54,8 +54,8 @@ def test_one_process_is_not_watched():
         raise ValueError("as it is")
 
 
-RUNS = State("rank 1 (global rank 0)", "runs 1F2", 70, (), 4, "forward, model.py:3")
-WAITS = State("rank 0 (global rank 1)", "waits for what it needs", 60, (0,), 4, "fit, run.py:9")
+RUNS = State("rank 1 (global rank 0)", "runs 1F2", 70, False, 4, "forward, model.py:3")
+WAITS = State("rank 0 (global rank 1)", "waits for what it needs", 60, True, 4, "fit, run.py:9")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ WAITS = State("rank 0 (global rank 1)", "waits for what it needs", 60, (0,), 4, 
             "at forward, model.py:3",
         ),
         (
-            {0: State("rank 1", "waits for a barrier", 60, (1,), 5), 1: WAITS},
+            {0: State("rank 1", "waits for a barrier", 60, True, 5), 1: WAITS},
             {},
             STUCK,
             "every rank waits for another, so none can go on: rank 1 waits for a barrier, for 60 s "

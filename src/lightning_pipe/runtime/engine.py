@@ -125,7 +125,7 @@ class Engine:
         if is_over:
             self.progress.goes_on()
         else:
-            self.progress.waits(Wait(position))
+            self.progress.awaits(Wait(position))
 
     def _lower(self, schedule: Schedule) -> _torch.Lowered:
         lowered = self._lowered.get(schedule)
@@ -176,7 +176,7 @@ class _Recorder:
         self._waited: Mark | None = None
 
     def waits(self, wait: Wait) -> None:
-        self._progress.waits(wait)
+        self._progress.awaits(wait)
         if self._log is not None:
             self._log.waits(self._progress.step, wait)
         self._waits = mark(self._device)

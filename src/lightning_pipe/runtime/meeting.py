@@ -48,6 +48,7 @@ def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
         MeetingError: Other ranks are at another place; on all ranks.
     """
     if ranks.num_positions == 1 or ranks.talk.depth:
+        ranks.talk.heard |= ranks.talk.requests
         return [flag]
     with waiting(ranks, place), connected(ranks):
         while True:
@@ -78,11 +79,11 @@ def meet_everywhere(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
     if ranks.copies is None:
         return flags
     some, every = reduce(or_, flags), reduce(and_, flags)
-    return [
-        found
-        for both in meet(ranks.copies, place, some << 16 | every)
-        for found in (both >> 16, both & 0xFFFF)
-    ]
+    among = ranks.copies.talk
+    among.requests, among.heard = ranks.talk.heard, 0
+    of_copies = meet(ranks.copies, place, some << 16 | every)
+    ranks.talk.heard |= among.heard
+    return [found for both in of_copies for found in (both >> 16, both & 0xFFFF)]
 
 
 @contextmanager

@@ -78,10 +78,9 @@ class Progress:
         return f"runs {doing}" if isinstance(doing, Action) else str(doing)
 
     @property
-    def waits_for(self) -> tuple[int, ...]:
-        """The position of the rank that this one waits for, if it waits."""
-        doing = self.doing
-        return (doing.position,) if isinstance(doing, Wait) else ()
+    def waits(self) -> bool:
+        """Whether it waits for another rank."""
+        return isinstance(self.doing, Wait)
 
     @property
     def usual_s(self) -> float:
@@ -104,7 +103,7 @@ class Progress:
         self.action = action
         self._note(action)
 
-    def waits(self, wait: Wait) -> None:
+    def awaits(self, wait: Wait) -> None:
         """A wait for another rank begins; it ends with the next note."""
         self._note(wait)
 

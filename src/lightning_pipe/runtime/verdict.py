@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 GONE, BUSY, STUCK, MOVED = "gone", "busy", "stuck", "moved"
@@ -16,7 +16,7 @@ class State:
         name: Which rank it is, for people.
         doing: What it does.
         for_s: For how long.
-        waits_for: Global ranks that it waits for; none if it runs.
+        waits: Whether it waits for other ranks.
         step: Steps that it has begun.
         line: Where in the user's code, or in any.
         has_left: Whether it is no longer in the run.
@@ -25,7 +25,7 @@ class State:
     name: str
     doing: str
     for_s: float = 0.0
-    waits_for: Sequence[int] = ()
+    waits: bool = False
     step: int = 0
     line: str = ""
     has_left: bool = False
@@ -64,7 +64,7 @@ def judge(asked: int, states: Mapping[int, State], silent: Mapping[int, str]) ->
         states: What the ranks say, by global rank.
         silent: What is known of those that say nothing.
     """
-    if not states[asked].waits_for:
+    if not states[asked].waits:
         return Verdict(MOVED, f"{states[asked].name} goes on")
     if silent:
         rank, known = next(iter(sorted(silent.items())))
@@ -81,7 +81,7 @@ def judge(asked: int, states: Mapping[int, State], silent: Mapping[int, str]) ->
             "All ranks have to make the same calls: look for what only some of them do (a "
             "condition on the rank, an early return, another number of batches)",
         )
-    busy = [state for state in states.values() if not state.waits_for]
+    busy = [state for state in states.values() if not state.waits]
     if busy:
         slowest = max(busy, key=lambda state: state.for_s)
         return Verdict(

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -46,8 +46,8 @@ class Doing(Protocol):
     def since_s(self) -> float: ...
 
     @property
-    def waits_for(self) -> Sequence[int]:
-        """Positions that it waits for."""
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
 
     @property
     def step(self) -> int: ...
@@ -248,7 +248,7 @@ class _Watch:
     def _raise_alarm(self) -> None:
         """Asks all ranks what they do if this one has waited for too long."""
         doing = self._progress
-        if doing is None or not doing.waits_for:
+        if doing is None or not doing.waits:
             return
         since_s, usual_s = doing.since_s, doing.usual_s
         waited_s = time.monotonic() - since_s
@@ -306,7 +306,7 @@ class _Watch:
             str(self._ranks),
             doing.text,
             time.monotonic() - doing.since_s,
-            tuple(map(self._ranks.global_rank_of, doing.waits_for)),
+            doing.waits,
             doing.step,
             line,
         )

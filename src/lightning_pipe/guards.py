@@ -3,8 +3,8 @@
 What ranks have to agree on goes with messages that a step sends anyway.
 
 - The batch is the same on all stages: compared by its contents in the first steps.
-- Weights that several stages hold are the same: compared by checksums every so many steps
-  (`share.sum_replicated`).
+- Weights that several stages, or copies of the pipeline, hold are the same: compared by checksums
+  every so many steps (`share.sum_replicated`; over copies by a message of its own).
 - A loss that is not finite is named once, with its micro-batch and the stage where the first such
   value came from.
 """
@@ -12,7 +12,7 @@ What ranks have to agree on goes with messages that a step sends anyway.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,7 @@ class Guards:
         self._device = device
         self._num_seen: dict[str, int] = {}
         self._num_checked = 0
+        self._num_averaged = 0
         self._batch: Fingerprint | None = None
         self._has_warned = False
         self._finite: Finite | None = None
@@ -178,8 +179,32 @@ class Guards:
         self._num_checked += 1
         if (self._num_checked - 1) % _EVERY_STEPS or not parameters:
             return None
-        sums = torch.stack([checksum(value) for value in parameters.values()])
-        return dict(zip(parameters, sums.tolist(), strict=True))
+        return _checksums(parameters)
+
+    def compare_copies(
+        self, told: Callable[[str, Any], list[Any]], parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Compares weights over the copies of the pipeline, every so many steps.
+
+        Args:
+            told: Gives what all copies say at a place.
+            parameters: Those of this position.
+
+        Raises:
+            GuardError: They differ; on all copies.
+        """
+        self._num_averaged += 1
+        if (self._num_averaged - 1) % _EVERY_STEPS or self._ranks.copies is None:
+            return
+        sums = told("compares weights", _checksums(parameters))
+        for name in parameters:
+            if len({of_copy[name] for of_copy in sums}) > 1:
+                raise GuardError(
+                    f"the weight {name} is no longer the same in all copies of the pipeline: its "
+                    f"checksums by copy are {[of_copy[name] for of_copy in sums]}. Something "
+                    "writes to it in one copy alone: take a condition on the rank "
+                    "(`is_global_zero`, `global_rank == 0`) away from what changes weights"
+                )
 
     def _bad_weights(self) -> list[str]:
         return [
@@ -196,6 +221,13 @@ def checksum(value: Tensor) -> Tensor:
         value = torch.view_as_real(value)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return value.view(kinds[value.element_size()]).sum(dtype=torch.int64)
+
+
+def _checksums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    if not parameters:
+        return {}
+    sums = torch.stack([checksum(value) for value in parameters.values()])
+    return dict(zip(parameters, sums.tolist(), strict=True))
 
 
 def fingerprint(batch: Any) -> Fingerprint:

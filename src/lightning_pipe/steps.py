@@ -314,6 +314,7 @@ class Pipeline(PipelineCuts):
     def average_gradients(self) -> None:
         """Puts the means over all copies of the pipeline into `.grad`."""
         self.copies.average(self._own_parameters, self._replicated)
+        self._guards.compare_copies(self.copies.told, self._own_parameters)
 
     def _carry(self, *, with_output: bool, training: bool) -> Traces:
         """Brings what the tail left on the last stage's rank to all ranks."""

@@ -77,11 +77,13 @@ def wrong_numbers():
     """What each of these trainings raises, and what is warned of."""
     found, every = {}, guards._EVERY_STEPS
     guards._EVERY_STEPS = 1
-    trainer = lit.trainer({"num_microbatches": 2}, 2)
-    try:
-        trainer.fit(lit.seeded(_Drifts), DataLoader(lit.tokens(), batch_size=8))
-    except Exception as error:
-        found["drift"] = (type(error).__name__, str(error))
+    layouts = {"drift": {}, "copies": {"pipeline_parallel_size": 1, "data_parallel_size": 2}}
+    for name, layout in layouts.items():
+        trainer = lit.trainer({"num_microbatches": 2, **layout}, 2)
+        try:
+            trainer.fit(lit.seeded(_Drifts), DataLoader(lit.tokens(), batch_size=4))
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
     guards._EVERY_STEPS = every
     for name, cls in NANS.items():
         module = lit.seeded(cls)
@@ -115,6 +117,8 @@ def test_what_would_be_wrong_is_said():
     for found in (first, second):
         assert found["drift"][0] == "GuardError"
         assert "the weight net.embed.weight is on several ranks and no longer" in found["drift"][1]
+        assert found["copies"][0] == "GuardError"
+        assert "the weight net.embed.weight is no longer the same in all" in found["copies"][1]
     for name, where in {
         "unit": "the first such value is among what stage 0 gives the next",
         "tail": "what all stages gave is finite, so it comes from the last stage or the loss",

@@ -67,7 +67,7 @@ class _Search:
         self.drawing: Drawing = like.drawing if like else {}
         self.notes: list[str] = []
         self.modules = dict(root.named_modules(remove_duplicate=False))
-        self.names = {id(m): n for n, m in self.modules.items()}
+        self.names = {id(m): n for n, m in root.named_modules()}
         self.total = num_parameters(root)
 
     def units(self) -> dict[str, nn.Module]:

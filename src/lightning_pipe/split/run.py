@@ -199,11 +199,12 @@ class MicrobatchRun:
     def _replay(self, function: Callable[..., Any], call: int | None) -> Callable[..., Any]:
         """Make of the region of a checkpoint what runs in the backward: it draws the same."""
         counts = self.streams.counts()
-        unit = () if call is None else (self.trace.calls[call].unit,)
+        name = None if call is None else self.trace.calls[call].unit
+        units = {n: module for n, module in self.program.units if n == name}
         inner = Regions(lambda: True, replay=self._replay)
 
         def replay(*args: Any, **kwargs: Any) -> Any:
-            with self.streams.again(counts, unit), inner.watched():
+            with self.streams.again(counts, units), inner.watched():
                 return function(*args, **kwargs)
 
         return replay

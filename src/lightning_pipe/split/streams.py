@@ -11,10 +11,11 @@ from its stream on every stage alike: what no value is there for is drawn in vai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from lightning_pipe.split.units import is_metric
 
 #: name of a module that draws, "" for the step, to whether it draws from Python or NumPy too
 Drawing = Mapping[str, bool]
-_DROPOUT = (
+#: modules that draw for nothing but to leave values out
+DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
@@ -191,26 +193,27 @@ class Streams:
         self._counts = counts.copy()
 
     @contextmanager
-    def again(self, counts: Counter[str], extra: Iterable[str] = ()) -> Iterator[None]:
+    def again(
+        self, counts: Counter[str], extra: Mapping[str, nn.Module] = MappingProxyType({})
+    ) -> Iterator[None]:
         """Run a part of the step once more, in a backward: its modules draw what they drew.
 
         Args:
             counts: How often modules had been called when that part began.
-            extra: Units in it, which nobody routes in a backward.
+            extra: Units in it, which nobody routes in a backward, by the names that they have as
+                units: a module may have several.
         """
         before, self._counts = self._counts, counts.copy()
         stack, self._stack = self._stack, [""]
-        units = [name for name in extra if name not in self.drawing]
+        units = {name: module for name, module in extra.items() if name not in self.drawing}
         try:
             with attributes(self.replacements()), attributes(self._of_units(units)):
                 yield
         finally:
             self._counts, self._stack = before, stack
 
-    def _of_units(self, names: Iterable[str]) -> Iterator[Replacement]:
-        for name in names:
-            module = self._modules[name]
-
+    def _of_units(self, units: Mapping[str, nn.Module]) -> Iterator[Replacement]:
+        for name, module in units.items():
             yield module, "_call_impl", partial(self._run_unit, name, module._call_impl)
 
     def _run_unit(self, name: str, original: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +239,7 @@ class Streams:
         Dropout that trains is known to: its rate may be zero now and not later.
         """
         hosts: dict[type, bool] = {
-            type(m): False for m in self._modules.values() if isinstance(m, _DROPOUT) and m.training
+            type(m): False for m in self._modules.values() if isinstance(m, DROPOUTS) and m.training
         }
         step: dict[str, bool] = {}
         for name, host in (*self.drawing.items(), *self.found.items()):

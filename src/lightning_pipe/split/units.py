@@ -83,18 +83,13 @@ def find_units(
 
     Returns:
         Name to module, in the order of ``root.named_modules()``; a module with two names is one
-        unit.
+        unit, by the first of them.
     """
-    units = dict(_coarse("", root, keep_whole, open_up, inside_container=False, top=True))
-    _refine(units, num_parameters(root), num_stages, keep_whole, open_up)
-    order = {name: i for i, (name, _) in enumerate(root.named_modules(remove_duplicate=False))}
-    seen: set[int] = set()
-    result: dict[str, nn.Module] = {}
-    for name in sorted(units, key=order.__getitem__):
-        if id(units[name]) not in seen:
-            seen.add(id(units[name]))
-            result[name] = units[name]
-    return result
+    search = _Search(root, keep_whole, open_up)
+    units = dict(search.coarse(root, inside_container=False, top=True))
+    search.refine(units, num_parameters(root), num_stages)
+    order = {name: i for i, (name, _) in enumerate(root.named_modules())}
+    return {name: units[name] for name in sorted(units, key=order.__getitem__)}
 
 
 def has_children(module: nn.Module) -> bool:
@@ -102,76 +97,65 @@ def has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _must_open(name: str, open_up: Set[str]) -> bool:
-    return name in open_up or any(inner.startswith(name + ".") for inner in open_up)
+class _Search:
+    """Walks over the modules. Each has its first name: parameters, buffers and wishes know no
+    other, and under another one a module would stay whole that is opened under this one."""
 
+    def __init__(self, root: nn.Module, keep_whole: Set[str], open_up: Set[str]) -> None:
+        self._keep_whole, self._open_up = keep_whole, open_up
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._visited: set[int] = set()
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _coarse(
-    name: str,
-    module: nn.Module,
-    keep_whole: Set[str],
-    open_up: Set[str],
-    *,
-    inside_container: bool,
-    top: bool = False,
-) -> Iterator[tuple[str, nn.Module]]:
-    if is_metric(module) or not has_parameters(module):
-        return
-    is_list = isinstance(module, _LISTS)
-    whole = name in keep_whole or (
-        not _must_open(name, open_up)
-        and not isinstance(module, nn.Sequential)
-        and (inside_container or not has_blocks(module))
-    )
-    if not top and not is_list and (whole or not has_children(module)):
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from _coarse(
-            _join(name, child_name),
-            child,
-            keep_whole,
-            open_up,
-            inside_container=isinstance(module, _CONTAINERS),
-        )
-
-
-def _children(name: str, module: nn.Module, open_up: Set[str]) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        full = _join(name, child_name)
-        if is_metric(child) or not has_parameters(child):
-            continue
-        if isinstance(child, _CONTAINERS) or (full in open_up and has_children(child)):
-            yield from _children(full, child, open_up)
-        else:
-            yield full, child
-
-
-def _refine(
-    units: dict[str, nn.Module],
-    total: int,
-    num_stages: int,
-    keep_whole: Set[str],
-    open_up: Set[str],
-) -> None:
-    settled = set(keep_whole)
-    while candidates := [(num_parameters(m), n) for n, m in units.items() if n not in settled]:
-        size, name = max(candidates)
-        few = len(units) < 2 * num_stages
-        if size <= total / (2 * num_stages) and not few:
+    def coarse(
+        self, module: nn.Module, *, inside_container: bool, top: bool = False
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The blocks that people think in."""
+        if is_metric(module) or not has_parameters(module) or id(module) in self._visited:
             return
-        module = units[name]
-        opened = dict(_children(name, module, open_up))
-        large = few or size > 0.8 * total / num_stages
-        can_open = not isinstance(module, _NEVER_OPENED) and (
-            has_blocks(module) or (large and len(opened) >= 2)
+        self._visited.add(id(module))
+        name = self._names[id(module)]
+        is_list = isinstance(module, _LISTS)
+        whole = name in self._keep_whole or (
+            not self._must_open(name)
+            and not isinstance(module, nn.Sequential)
+            and (inside_container or not has_blocks(module))
         )
-        if not can_open or not opened:
-            settled.add(name)
-            continue
-        del units[name]
-        units.update(opened)
+        if not top and not is_list and (whole or not has_children(module)):
+            yield name, module
+            return
+        for child in module.children():
+            yield from self.coarse(child, inside_container=isinstance(module, _CONTAINERS))
+
+    def refine(self, units: dict[str, nn.Module], total: int, num_stages: int) -> None:
+        """Opens the largest ones."""
+        settled = set(self._keep_whole)
+        while candidates := [(num_parameters(m), n) for n, m in units.items() if n not in settled]:
+            size, name = max(candidates)
+            few = len(units) < 2 * num_stages
+            if size <= total / (2 * num_stages) and not few:
+                return
+            module = units[name]
+            opened = dict(self._children(module))
+            large = few or size > 0.8 * total / num_stages
+            can_open = not isinstance(module, _NEVER_OPENED) and (
+                has_blocks(module) or (large and len(opened) >= 2)
+            )
+            if not can_open or not opened:
+                settled.add(name)
+                continue
+            del units[name]
+            units.update(opened)
+
+    def _must_open(self, name: str) -> bool:
+        inside = f"{name}."
+        return name in self._open_up or any(inner.startswith(inside) for inner in self._open_up)
+
+    def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for child in module.children():
+            name = self._names[id(child)]
+            if is_metric(child) or not has_parameters(child):
+                continue
+            if isinstance(child, _CONTAINERS) or (name in self._open_up and has_children(child)):
+                yield from self._children(child)
+            else:
+                yield name, child

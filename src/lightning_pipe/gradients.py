@@ -9,7 +9,7 @@ work unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,19 @@ class GradientStash:
                 if parameter.grad is not None:
                     self.gradients[name] = parameter.grad
                 parameter.grad = before[name]
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Forgets gradients of parameters that the loss does not depend on.
+
+        A value that another rank has found no way to comes back as zeros, and an optimizer treats a
+        gradient of zero, which decays a weight, otherwise than none.
+        """
+        for name in names:
+            gradient = self.gradients.get(name)
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            if not bool(gradient.any()):
+                del self.gradients[name]
 
     def correct(self, factor: float) -> None:
         """Multiplies what will be handed over."""

@@ -147,6 +147,9 @@ class Pipeline(PipelineCuts):
             step, stash = self._execute(replace(step, cuts=again, trial=None))
         if stash is not None:
             self._sum_replicas(stash)
+            stash.leave_out(
+                frozenset[str].intersection(*(c.cut.trace.without_gradient for c in step.cuts))
+            )
         if step.statistics is not None:
             self._update_statistics(step.statistics)
         self.whole.finish(step, args[0], (*state, seen))

@@ -195,6 +195,8 @@ class Trace:
     glue_buffers: frozenset[str] = frozenset()
     ghost_attributes: frozenset[tuple[str, str]] = frozenset()
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: parameters to which no gradient comes: the loss does not depend on them
+    without_gradient: frozenset[str] = frozenset()
     training: bool = True
     on_fakes: bool = True
     notes: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ real: the way out for a step whose glue needs values on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from traceback import walk_tb
@@ -133,7 +133,7 @@ class Tracer:
         for name, parameter in named:
             first = self._first_name.setdefault(id(parameter), name)
             self._all_names[first] = (*self._all_names.get(first, ()), name)
-        self._module_names = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
+        self._module_names = {id(m): n for n, m in root.named_modules()}
         self.operators = OperatorLedger(self._first_name, on_draw=self.streams.note_draw)
         self.values = ValueLedger(
             self.operators,
@@ -182,6 +182,7 @@ class Tracer:
                 with self.values.paused(), without_modes():
                     self._sink(result)
                     trace = self._finish(snapshot)
+                    trace.without_gradient = self._without_gradient(result)
         finally:
             snapshot.restore()
             GHOSTS.tainted.clear()
@@ -394,6 +395,21 @@ class Tracer:
         outcome = Outcome(structure, made, leaves, num_outputs, flops, saved_bytes, draws, entered)
         return out, outcome, saved
 
+    def _without_gradient(self, result: Any) -> frozenset[str]:
+        """Name the parameters that the loss does not depend on, where the graph can be seen."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not (isinstance(loss, Tensor) and loss.requires_grad):
+            return frozenset()
+        reached = {id(leaf) for leaf in leaves_of(loss)}
+        missing = {
+            self._first_name[id(parameter)]
+            for parameter in self._root.parameters()
+            if parameter.requires_grad and id(parameter) not in reached
+        }
+        inside = tuple(f"{unit}." for unit in self._repeated)  # their graphs were not made
+        seen = {name for name in missing if not name.startswith(inside)} if inside else missing
+        return frozenset(seen) | self._of_repeated("without_gradient")
+
     def _of_repeated(self, name: str) -> frozenset[Any]:
         """What the first trace says of the units that were not run in this one."""
         if self._like is None or not self._repeated:
@@ -423,6 +439,19 @@ class Tracer:
             self.operators.unit_reads.setdefault(index, set()).update(reads)
         self.operators.flops += known.flops
         return unflatten(values[: known.num_outputs], known.made)
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of the graph of a tensor."""
+    todo, seen = [loss.grad_fn], {None}
+    while todo:
+        node: Any = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        todo += [following for following, _ in node.next_functions]
 
 
 def _may_vary(leaf: Leaf) -> bool:

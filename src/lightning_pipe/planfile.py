@@ -42,12 +42,14 @@ def read_plan(plan: str | os.PathLike[str] | Mapping[str, Any] | Plan) -> Plan:
     return Plan.from_dict(values)
 
 
-def read_costs(path: str | os.PathLike[str]) -> CostTable:
-    """Reads what `lightning-pipe plan --save-costs` wrote.
+def read_costs(path: str | os.PathLike[str] | CostTable) -> CostTable:
+    """Reads what `lightning-pipe plan --save-costs` wrote, if it is not read already.
 
     Raises:
         PlanError: It cannot be read, or is no table of costs.
     """
+    if isinstance(path, CostTable):
+        return path
     try:
         return CostTable.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -151,12 +151,12 @@ class CostTable:
                 units,
                 _read_link(table["link"]),
                 str(table.get("device", "")),
-                int(table.get("rows", 0)),
-                float(table.get("overhead_s", 0.0)),
+                int(_number("rows", table.get("rows", 0))),
+                float(_number("overhead_s", table.get("overhead_s", 0.0))),
                 None if node_link is None else _read_link(node_link),
                 float(table.get("forward_overhead_s", 0.0)),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise PlanError(f"the cost table cannot be read: {error!r}") from error
 
 
@@ -198,9 +198,19 @@ def _read_link(values: dict[str, Any]) -> LinkCosts:
 def _read(kind: Any, values: dict[str, Any]) -> Any:
     """Makes a dataclass of numbers (and the unit's name) from a JSON object, checking both."""
     for field in fields(kind):
-        value = values.get(field.name, 0)
-        if field.name == "unit":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise ValueError(f"{field.name} is {value!r}; it must be a number >= 0")
+        if field.name != "unit":
+            _number(field.name, values.get(field.name, 0), endless=field.name == "bytes_per_s")
+        elif not isinstance(values.get("unit"), str):
+            raise ValueError(f"unit is {values.get('unit')!r}; it must be the name of a module")
+    if kind is LinkCosts and values.get("bytes_per_s") == 0:
+        raise ValueError("bytes_per_s is 0; nothing would ever arrive")
     return kind(**values)
+
+
+def _number(name: str, value: Any, *, endless: bool = False) -> int | float:
+    """A number that is finite and not negative."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    if not known or not (endless or math.isfinite(value)):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number >= 0")
+    found: int | float = value
+    return found

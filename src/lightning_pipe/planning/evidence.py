@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_pipe.planning.attribution import (
 )
 from lightning_pipe.planning.doctor import Loss, Run
 from lightning_pipe.planning.ir import Action, Schedule
+from lightning_pipe.planning.plain import check_fields
 from lightning_pipe.planning.timeline import Span, Timeline
 
 __all__ = ["FILE_NAME", "Evidence", "read_evidence", "to_text"]
@@ -25,6 +27,8 @@ __all__ = ["FILE_NAME", "Evidence", "read_evidence", "to_text"]
 FILE_NAME = "pipeline.json"
 """What `BubbleMonitor` keeps in the log directory, beside what it gives to loggers."""
 
+#: what values of the wrong kind raise
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _PARTS = ("fill_drain", "imbalance", "communication", "host")
 _ABOUT = "lightning_pipe"
 
@@ -60,9 +64,14 @@ def read_evidence(path: str | Path) -> Evidence:
     path = Path(path)
     if not path.exists():
         raise PlanError(f"{path}: there is no such file or directory")
-    if path.is_dir():
-        return _read_directory(path)
-    return _read_trace(path) if path.name != FILE_NAME else _read_directory(path.parent)
+    try:
+        if path.is_dir():
+            return _read_directory(path)
+        return _read_trace(path) if path.name != FILE_NAME else _read_directory(path.parent)
+    except PipelineError:
+        raise
+    except (*_WRONG, csv.Error, OSError) as error:
+        raise PlanError(f"{path} cannot be read: {error!r}") from None
 
 
 def _read_directory(directory: Path) -> Evidence:
@@ -96,13 +105,39 @@ def _newest(directory: Path, pattern: str) -> Path | None:
 def _read_own(path: Path) -> tuple[Run, MeasuredBubble]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values["found"].items()
-        }
-        found["links"] = tuple(LinkWait(**link) for link in found["links"])
-        return Run.from_dict(values["run"]), MeasuredBubble(**found)
-    except (ValueError, KeyError, TypeError) as error:
+        found: dict[str, Any] = dict(values["found"])
+        links = found.pop("links")
+        check_fields(MeasuredBubble, found, ("links",), what="its bubble", signed=True)
+        for link in links:
+            check_fields(LinkWait, link, what="a link")
+        found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        run = _run(values["run"])
+        if len(found["rank_fractions"]) != run.num_ranks:
+            raise PlanError(f"{len(found['rank_fractions'])} bubbles of {run.num_ranks} ranks")
+        if len(found["stage_utilisations"]) != len(run.stage_to_rank):
+            raise PlanError("not one utilisation for each stage")
+        if any(max(link["source"], link["target"]) >= len(run.stage_to_rank) for link in links):
+            raise PlanError("a link of a stage that is not there")
+        return run, MeasuredBubble(**found, links=tuple(LinkWait(**link) for link in links))
+    except _WRONG as error:
         raise PlanError(f"{path} cannot be read: {error!r}; BubbleMonitor writes it anew") from None
+
+
+def _run(values: Any) -> Run:
+    """The sizes of a run, with one rank and one stage at least."""
+    optional = {field.name for field in fields(Run)} - {"schedule_name", "stage_to_rank"}
+    check_fields(Run, values, optional - {"num_microbatches"}, what="its run")
+    run = Run.from_dict(values)
+    ranks = set(run.stage_to_rank)
+    if ranks != set(range(len(ranks))) or not ranks or run.num_microbatches < 1:
+        raise PlanError(
+            f"its run has stages on ranks {list(run.stage_to_rank)} and {run.num_microbatches} "
+            "micro-batches"
+        )
+    for name in ("unit_counts", "boundary_bytes"):
+        if len(getattr(run, name)) not in (0, len(run.stage_to_rank)):
+            raise PlanError(f"its run has {name} of {len(getattr(run, name))} stages")
+    return run
 
 
 # ---------------------------------------------------------------------- traces
@@ -114,18 +149,25 @@ def _read_trace(path: Path) -> Evidence:
         events = [e for e in values["traceEvents"] if e["ph"] == "X"]
         spans = [_span(event) for event in sorted(events, key=lambda e: e["ts"])]
         about = values.get("otherData", {}).get(_ABOUT)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _WRONG as error:
         raise PlanError(f"{path} is no trace of a pipeline's step: {error!r}") from None
     if not spans:
         raise PlanError(f"{path} is no trace of a pipeline's step: no action is in it")
-    num_ranks = 1 + max(span.rank for span in spans)
+    num_ranks = len({span.rank for span in spans})
+    if {span.rank for span in spans} != set(range(num_ranks)):
+        raise PlanError(f"{path} is no trace of a whole step: ranks are missing")
     try:
         timeline = Timeline.from_spans(_with_waits(spans, events, num_ranks), num_ranks)
         schedule = _schedule_of(timeline, "the schedule" if about is None else about)
         found = attribute_bubble(timeline, schedule)
+        run = Run.of(schedule) if about is None else _run(about)
     except PipelineError as error:
         raise PlanError(f"{path} is no trace of a whole step: {error}") from None
-    run = Run.of(schedule) if about is None else Run.from_dict(about)
+    if (run.stage_to_rank, run.num_microbatches) != (
+        schedule.stage_to_rank,
+        schedule.num_microbatches,
+    ):
+        raise PlanError(f"{path}: its actions are not those of the run that it is said to be of")
     return Evidence(run, found, source=(str(path),))
 
 
@@ -133,6 +175,8 @@ def _span(event: Mapping[str, Any]) -> Span:
     start_s = event["ts"] / 1e6
     wait_s = event.get("args", {}).get("wait_us", 0.0) / 1e6
     action = Action.parse(event["name"])
+    if not all(map(math.isfinite, (start_s, wait_s, event["dur"]))) or event["dur"] < 0:
+        raise ValueError(f"{event['name']} from {event['ts']} for {event['dur']} us")
     return Span(int(event["tid"]), action, start_s, start_s + event["dur"] / 1e6, wait_s)
 
 

@@ -68,10 +68,11 @@ class Action:
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
+            shown = text.strip()[:40]
             raise ScheduleError(
-                f"{text.strip()!r} is not an action; an action is stage, one of F B I W, and "
+                f"{shown!r} is not an action; an action is stage, one of F B I W, and "
                 "micro-batch, such as 2F0",
-                action=text.strip(),
+                action=shown,
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
@@ -276,9 +277,11 @@ class Schedule:
                 and action.
         """
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-        orders = tuple(
-            _parse_order(name, rank, cells) for rank, cells in enumerate(csv.reader(lines))
-        )
+        try:
+            rows = list(csv.reader(lines))
+        except csv.Error as error:  # a cell without end, such as one of another kind of file
+            raise ScheduleError(f"{name}: this is no table of actions ({error})") from None
+        orders = tuple(_parse_order(name, rank, cells) for rank, cells in enumerate(rows))
         found = [action for order in orders for action in order if action is not None]
         if not found:
             raise ScheduleError(

@@ -6,10 +6,11 @@ Plain values that print as a table, go into YAML and come back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planning.plain import check_fields
 
 __all__ = ["Plan", "Prediction", "StagePlan", "columns", "format_bytes", "format_count"]
 
@@ -176,22 +177,27 @@ class Plan:
         """Reads what ``to_dict`` made.
 
         Raises:
-            PlanError: A field is missing or unknown; both are named.
+            PlanError: A field is missing, unknown or of another type, or the numbers
+                do not fit together.
         """
-        _check_fields(cls, values)
+        check_fields(cls, values, _OPTIONAL)
+        entries, prediction = values["stages"], values.get("prediction")
+        if not isinstance(entries, (list, tuple)):
+            raise PlanError(f"the plan cannot be read: stages is {entries!r}; it must be a list")
         stages = []
-        for entry in values["stages"]:
-            _check_fields(StagePlan, entry)
+        for entry in entries:
+            check_fields(StagePlan, entry, _OPTIONAL)
             replicated = tuple(entry.get("replicated_parameters", ()))
             stages.append(StagePlan(**{**entry, "replicated_parameters": replicated}))
         notes = tuple(values.get("notes", ()))
-        prediction = values.get("prediction")
         if prediction is not None:
-            _check_fields(Prediction, prediction)
+            check_fields(Prediction, prediction)
             peaks = tuple(prediction["peak_bytes"])
             prediction = Prediction(**{**prediction, "peak_bytes": peaks})
         made = {"stages": tuple(stages), "notes": notes, "prediction": prediction}
-        return cls(**{**values, **made})
+        plan = cls(**{**values, **made})
+        _check_sizes(plan)
+        return plan
 
 
 _OPTIONAL = {
@@ -252,14 +258,25 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = -1) -> list[str]:
     ]
 
 
-def _check_fields(kind: Any, values: Mapping[str, Any]) -> None:
-    if not isinstance(values, Mapping):
-        raise PlanError(f"the plan cannot be read: {kind.__name__} is {values!r}")
-    known = {field.name for field in fields(kind)}
-    missing = sorted(known - set(values) - _OPTIONAL)
-    unknown = sorted(set(values) - known)
-    if missing or unknown:
-        raise PlanError(
-            f"the plan cannot be read: {kind.__name__} lacks {missing or 'nothing'} and has "
-            f"{unknown or 'nothing'} that is unknown"
-        )
+def _check_sizes(plan: Plan) -> None:
+    """The numbers of a plan that was read fit together."""
+    wanted = plan.num_ranks * plan.virtual_stages
+    faults = {
+        f"{len(plan.stages)} stages for {plan.num_ranks} ranks x {plan.virtual_stages} chunks": (
+            wanted < 1 or len(plan.stages) != wanted
+        ),
+        f"num_microbatches is {plan.num_microbatches}": plan.num_microbatches < 1,
+        f"its stages are numbered {[stage.stage for stage in plan.stages]}": (
+            any(stage.stage != index for index, stage in enumerate(plan.stages))
+        ),
+        f"its stages are on ranks {[stage.rank for stage in plan.stages]}": (
+            any(stage.rank >= plan.num_ranks for stage in plan.stages)
+        ),
+        f"its stages have {list(plan.unit_counts)} units": min(plan.unit_counts, default=0) < 1,
+    }
+    for text, is_so in faults.items():
+        if is_so:
+            raise PlanError(
+                f"the plan cannot be read: {text}. It was edited, or a part of it is missing; "
+                "write it anew with `lightning-pipe plan`"
+            )

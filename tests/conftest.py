@@ -15,6 +15,12 @@ from tests.helpers import run_ranks
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzz", "random trainings, see tests/fuzz")
+    group.addoption("--fuzz-examples", type=int, default=40, help="how many")
+    group.addoption("--fuzz-seed", type=int, default=0, help="seed of the first")
+
+
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
     environment, folder = dict(os.environ), Path.cwd()

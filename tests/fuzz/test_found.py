@@ -1,0 +1,54 @@
+"""What random programs have found: each fault as the smallest program that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.fuzz.programs import Example
+from tests.fuzz.trainings import EQUAL, judge
+
+PLAIN = Example(
+    seed=1, parts=(), frozen=(), ops=(), home="module", loss="mse", batch="dict", rows=4, short=4,
+    length=0, extras=False, ranks=2, chunks=1, microbatches=2, schedule="auto", recompute="none",
+    balance="uniform", accumulate=1, clip=None, optimizer="adamw", validates=False, counts=False,
+    alias=False,
+)  # fmt: skip
+FOUND = {
+    # its gradient came back as zeros, and AdamW decayed the weights before it
+    "a value crosses to a stage that makes nothing of it for the loss": replace(
+        PLAIN,
+        parts=("residual", "two", "residual"),
+        ops=(("call", 0, 0), ("two", 1, 1), ("call", 2, 0)),
+    ),
+    # it was a unit by its second name, which nothing else knows: its counter stood still
+    "a norm in a container that two modules share": replace(
+        PLAIN,
+        home="halves",
+        parts=("batchnorm", "linear", "residual"),
+        ops=(("call", 0, 0), ("call", 1, 1), ("call", 2, 2), ("call", 1, 3)),
+    ),
+    # and its checkpointed call could not be run again: KeyError
+    "a checkpointed call of a module that two modules share": replace(
+        PLAIN,
+        home="halves",
+        parts=("residual", "residual", "linear"),
+        ops=(("call", 0, 0), ("again", 1, 1), ("call", 2, 2), ("again", 1, 3)),
+    ),
+}
+
+
+def _judged() -> list[Any]:
+    """Runs in every rank."""
+    return [judge(example) for example in FOUND.values()]
+
+
+def test_faults_that_were_found_stay_away(pool: Callable[..., list[Any]]) -> None:
+    for outcomes in pool(2, _judged, timeout=120):
+        wrong = {
+            name: outcome.text
+            for name, outcome in zip(FOUND, outcomes, strict=True)
+            if outcome.kind != EQUAL
+        }
+        assert not wrong

@@ -62,8 +62,11 @@ LAYERS: dict[str, set[str]] = {
     "readings": {"lightning"},
     "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
+    "config_file": {"lightning"},
     "plan_command": {"torch", "lightning", "yaml"},
     "link_command": {"torch"},
+    "checking": {"torch", "lightning"},
+    "check_command": set(),
     "cli": {"lightning", "jsonargparse"},
 }
 ORDER = list(LAYERS)

@@ -23,7 +23,7 @@ from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedu
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.planning.simulate import held_over_time, simulate
 
-__all__ = ["debug_merge", "doctor", "draw", "link", "main", "plan", "train"]
+__all__ = ["check", "debug_merge", "doctor", "draw", "link", "main", "plan", "train"]
 
 _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
 
@@ -31,6 +31,7 @@ _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a milliseco
 def main() -> None:
     """Runs the command in `sys.argv`."""
     own = {
+        "check": check,
         "debug-merge": debug_merge,
         "doctor": doctor,
         "draw": draw,
@@ -58,6 +59,16 @@ def plan(arguments: Sequence[str]) -> None:
     plan_command.plan(arguments)
 
 
+def check(arguments: Sequence[str]) -> None:
+    """Says whether a run over stages gives the numbers of one device, from the YAML of `fit`."""
+    _find_classes_here()
+    from lightning_pipe import check_command
+
+    if not check_command.check(arguments):
+        sys.stdout.flush()
+        sys.exit(1)
+
+
 def link(arguments: Sequence[str]) -> None:
     """Measures how fast values get from one process to another."""
     from lightning_pipe import link_command
@@ -81,7 +92,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also: lightning-pipe plan, link, draw, doctor, debug-merge (--help)",
+            "epilog": "See also: lightning-pipe check, plan, link, draw, doctor, debug-merge (--help)",
         },
     )
 

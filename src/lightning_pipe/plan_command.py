@@ -7,21 +7,23 @@ the planner does the rest. `--measure` runs the units, one at a time, on a devic
 from __future__ import annotations
 
 import argparse
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_pipe import _lightning as seam
+from lightning_pipe.config_file import (
+    ReadsConfig,
+    count_devices,
+    read_config,
+    strategy_arguments,
+)
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.layout import Layout
 from lightning_pipe.planfile import read_costs
@@ -42,7 +44,6 @@ from lightning_pipe.planning.plan import Plan, columns
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.topology import Topology
-from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.runtime.overhead import action_overhead_s
 from lightning_pipe.split._fake import large_as_fakes, to_dtype
 from lightning_pipe.split.analyse import trace_step
@@ -115,38 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _NoTraining(LightningCLI):
-    """Reads what `fit` reads and stops where `fit` would start processes."""
+class _WithoutWeights(ReadsConfig):
+    """Builds the module with its large tensors as fakes."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_instantiator(_without_weights, LightningModule, subclasses=True, prepend=True)
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """One process on the CPU, whatever the config says; its strategy is read, not used."""
-        asked = self._get(self.config_init, "trainer", default={})
-        wanted = ("strategy", "accelerator", "devices", "num_nodes", "precision")
-        self.asked = {key: asked[key] for key in wanted}
-        alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
-        quiet = {"logger": False, "callbacks": [], "enable_progress_bar": False, "profiler": None}
-        quiet |= {"enable_checkpointing": False, "enable_model_summary": False}
-        return super().instantiate_trainer(**alone, **quiet, **kwargs)
-
-    def fit(self, model: LightningModule, **kwargs: Any) -> None:
-        """In place of the Trainer's."""
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what Lightning says about the one process that only reads the config."""
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _without_weights(kind: type[LightningModule], *args: Any, **kwargs: Any) -> LightningModule:
@@ -162,17 +136,11 @@ class _Fit:
     """The run that the config describes, up to its first batch."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        with _quietly():
-            cli = _NoTraining(
-                args=["fit", *arguments],
-                trainer_defaults={"strategy": "pipeline"},
-                save_config_callback=None,
-                parser_kwargs={"prog": "lightning-pipe plan"},
-            )
+        cli = read_config(arguments, "plan", _WithoutWeights)
         self.module: LightningModule = cli.model
         self.on_cpu = cli.asked["accelerator"] == "cpu"
-        self.devices = _count(cli.asked["devices"]) * int(cli.asked["num_nodes"])
-        self.arguments = _strategy_arguments(cli.asked["strategy"])
+        self.devices = count_devices(cli.asked["devices"]) * int(cli.asked["num_nodes"])
+        self.arguments = strategy_arguments(cli.asked["strategy"])
         self._trainer = cli.trainer
         dtype = _DTYPES.get(str(cli.asked["precision"]))
         with large_as_fakes():
@@ -326,21 +294,6 @@ def _link(text: str | None, default: LinkCosts) -> LinkCosts:
         raise PlanError(
             f"link {text!r}: give seconds and bytes per second, such as 1e-5,5e10"
         ) from None
-
-
-def _count(devices: Any) -> int:
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    text = str(devices)
-    return int(text) if text.lstrip("-").isdigit() and int(text) > 0 else 1
-
-
-def _strategy_arguments(strategy: Any) -> dict[str, Any]:
-    """What the user gave to the strategy, whether by name, by class path or as another one."""
-    if isinstance(strategy, str):
-        known = strategy in StrategyRegistry.available_strategies()
-        strategy = StrategyRegistry.get(strategy) if known else None
-    return strategy.given if isinstance(strategy, PipelineProcesses) else {}
 
 
 def _report(found: Search, chosen: Plan) -> list[str]:

@@ -46,6 +46,15 @@ class PipelineReadings(PipelineConstruction):
         """What was run in the last step; None before the first."""
         return None if self._pipeline is None else self._pipeline.schedule
 
+    @property
+    def randomness(self) -> tuple[dict[str, bool], bool]:
+        """Which modules draw random numbers, to whether from Python or NumPy too, and whether the
+        code around the units draws; known from the first batch on."""
+        if self._plan is None or self._pipeline is None:
+            return {}, False
+        trace = self._pipeline.home.cut.trace
+        return dict(trace.drawing), bool(trace.random_glue or trace.draws)
+
     def gather_bubble(self) -> MeasuredBubble | None:
         """Where the bubble of the last step is from, over all ranks; all have to call this."""
         return None if self._pipeline is None else gather_bubble(self._pipeline)

@@ -144,6 +144,8 @@ class Snapshot:
         for _, module, key, buffer, copy in self._buffers:
             module._buffers[key] = buffer
             if isinstance(buffer, Tensor) and copy is not None and not is_fake(buffer):
+                if torch.equal(buffer, copy):  # it may be saved for a backward
+                    continue
                 with torch.no_grad():
                     buffer.copy_(copy)
 

@@ -1,0 +1,1 @@
+"""What `lightning-pipe check` does: one training step in several ways, compared with one device."""

@@ -334,10 +334,19 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 def replace_clip(
     precision: Precision, clip: Callable[[Optimizer, float], None]
 ) -> Callable[[], None]:
-    """Lets `gradient_clip_val` use `clip` for the norm; returns what undoes it."""
+    """Lets `gradient_clip_val` use `clip` for the norm, and leave alone a rank that has no
+    gradient to clip by value; returns what undoes it."""
+    by_value = precision.clip_grad_by_value
+
+    def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):
+            by_value(optimizer, clip_val)
+
     precision.clip_grad_by_norm = clip  # type: ignore[method-assign, assignment]
+    precision.clip_grad_by_value = clip_by_value  # type: ignore[method-assign]
 
     def undo() -> None:
         precision.__dict__.pop("clip_grad_by_norm", None)
+        precision.__dict__.pop("clip_grad_by_value", None)
 
     return undo

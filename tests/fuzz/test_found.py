@@ -22,6 +22,23 @@ FOUND = {
         parts=("residual", "two", "residual"),
         ops=(("call", 0, 0), ("two", 1, 1), ("call", 2, 0)),
     ),
+    # it is zero, which is not none; a shorter batch is traced with units that do not run
+    "the gradient of a weight is zero": replace(
+        PLAIN,
+        parts=("nested", "recurrent"),
+        ops=(("call", 0, 0), ("call", 1, 1)),
+        rows=6,
+        short=5,
+        microbatches=1,
+    ),
+    # torch refuses to clip nothing
+    "a rank has no gradients to clip by value": replace(
+        PLAIN,
+        parts=("residual", "residual"),
+        frozen=(1,),
+        ops=(("call", 0, 0), ("call", 1, 1)),
+        clip=("value", 0.01),
+    ),
     # it was a unit by its second name, which nothing else knows: its counter stood still
     "a norm in a container that two modules share": replace(
         PLAIN,

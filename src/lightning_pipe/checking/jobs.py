@@ -81,28 +81,36 @@ def as_rank(rank: int, asked: Asked, facts: Facts) -> tuple[float, dict[str, flo
     return found.loss, sizes
 
 
-def staged(rank: int, asked: Asked, facts: Facts, lay: Lay, precision: str) -> float:
-    """The step over stages; the first process keeps what all of them have found."""
+def staged(rank: int, asked: Asked, facts: Facts, lay: Lay, precision: str) -> bool:
+    """The step over stages; the first process keeps what all of them have found.
+
+    Returns:
+        Whether anything drew random numbers.
+    """
     found = over_stages(asked, facts, lay, precision)
-    gathered: list[Any] = [None] * lay.num_ranks
-    if lay.num_ranks > 1:
-        own = found.gradients, found.drawing, found.draws
+    gathered: list[Any] = [None] * lay.processes
+    if lay.processes > 1:
+        own = found.gradients, found.drawing, found.draws, found.loss
         dist.gather_object(own, gathered if rank == 0 else None)
     if rank == 0:
-        for gradients, drawing, draws in filter(None, gathered):
+        others = list(filter(None, gathered))
+        for gradients, drawing, draws, _ in others:
             found.gradients |= gradients
             found.drawing |= drawing
             found.draws |= draws
+        if lay.copies > 1:  # each has the loss of its rows
+            found.loss = sum(loss for *_, loss in others) / len(others)
         _staged[:] = [found]
-    return found.loss
+    return found.draws
 
 
 def judged(rank: int, asked: Asked, facts: Facts, lay: Lay, precision: str) -> Judged:
     """Compares the last step over stages with one device."""
     got, whole = _staged[0], _measure(asked, facts, 0, precision)
-    if facts.given.get("batchnorm") == "deferred" and facts.norms:
+    deferred = facts.given.get("batchnorm") == "deferred" and facts.norms
+    if deferred or lay.copies > 1:
         whole, got = replace(whole, buffers={}), replace(got, buffers={})
-    found = compare(whole, got)
+    found = compare(whole, got, logged=lay.copies == 1)
     rows_differ = got.draws or (facts.norms and lay.num_microbatches > 1)
     if found.is_close or not rows_differ:
         return Judged(found, in_sequence=False)

@@ -8,7 +8,7 @@ changed. Nothing is written: no logger, no checkpoint, and a folder of its own t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,7 @@ class Facts:
         rows: How many.
         of_rows: How many it has.
         num_ranks: P.
+        copies: D.
         virtual_stages: V.
         num_microbatches: M, or fewer where the batch has not as many rows.
         given: The other arguments of the strategy.
@@ -79,6 +80,7 @@ class Facts:
     rows: int
     of_rows: int
     num_ranks: int
+    copies: int
     virtual_stages: int
     num_microbatches: int
     given: Mapping[str, Any]
@@ -94,12 +96,19 @@ class Lay:
     Attributes:
         num_ranks: P.
         num_microbatches: M.
+        copies: D; each takes its part of the batch.
         arguments: Further arguments of the strategy.
     """
 
     num_ranks: int
     num_microbatches: int
+    copies: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> int:
+        """Ranks of all copies."""
+        return self.num_ranks * self.copies
 
 
 class Capture(Callback):
@@ -136,7 +145,12 @@ def read(asked: Asked) -> Facts:
         batch = seam.ready_batch(trainer, batch, torch.device("cpu"))
     given = dict(strategy_arguments(cli.asked["strategy"]))
     devices = count_devices(cli.asked["devices"]) * int(cli.asked["num_nodes"])
-    num_ranks = given.pop("pipeline_parallel_size", None) or devices
+    wanted_ranks, copies = (
+        given.pop("pipeline_parallel_size", None),
+        given.pop("data_parallel_size", 1),
+    )
+    num_ranks = wanted_ranks or max(1, devices // (copies or 1))
+    copies = copies or max(1, devices // num_ranks)
     rules = given.get("split_batch") or {}
     rows = count_rows(batch, rules)
     drawn = given.pop("microbatch_size", None)
@@ -154,6 +168,7 @@ def read(asked: Asked) -> Facts:
         rows=kept,
         of_rows=rows,
         num_ranks=num_ranks,
+        copies=copies,
         virtual_stages=given.pop("virtual_stages", 1),
         num_microbatches=max(1, min(pieces, kept // least_rows(norms))),
         given=given,
@@ -191,13 +206,14 @@ def one_device(
     if rank is not None:
         strategy = SingleDeviceStrategy(torch.device("cpu"))
         strategy.global_rank = rank
-    return _step(asked, batch, precision, strategy, 1, piecewise)[0]
+    return _step(asked, [batch], precision, strategy, 1, piecewise)[0]
 
 
 def over_stages(asked: Asked, facts: Facts, lay: Lay, precision: str) -> Numbers:
     """One step with the strategy, in each of its processes; the gradients of this one."""
     strategy = PipelineStrategy(**_arguments(facts, lay))
-    numbers, module = _step(asked, facts.batch, precision, strategy, lay.num_ranks, None)
+    parts = split_batch(facts.batch, lay.copies, facts.given.get("split_batch") or {}).batches
+    numbers, module = _step(asked, parts, precision, strategy, lay.processes, None)
     numbers.drawing, glue = strategy.randomness
     numbers.draws = glue or any(_draws(module, name) for name in numbers.drawing if name)
     return numbers
@@ -213,6 +229,7 @@ def _arguments(facts: Facts, lay: Lay) -> dict[str, Any]:
         **facts.given,
         "virtual_stages": facts.virtual_stages,
         "pipeline_parallel_size": lay.num_ranks,
+        "data_parallel_size": lay.copies,
         "num_microbatches": lay.num_microbatches,
         **lay.arguments,
     }
@@ -239,7 +256,7 @@ def _build(asked: Asked) -> ReadsConfig:
 
 def _step(
     asked: Asked,
-    batch: Any,
+    batches: Sequence[Any],
     precision: str,
     strategy: Any,
     devices: int,
@@ -265,18 +282,18 @@ def _step(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        batches: Any = [copy_tensors(batch)]
-        loader: Any = DataLoader(batches, batch_size=None, collate_fn=_same)
+        data: Any = [copy_tensors(batch) for batch in batches]
+        loader: Any = DataLoader(data, batch_size=None, collate_fn=_same)
         if cli.datamodule is not None:
             cli.datamodule.train_dataloader = lambda: loader
-            data: dict[str, Any] = {"datamodule": cli.datamodule}
+            source: dict[str, Any] = {"datamodule": cli.datamodule}
         else:
-            data = {"train_dataloaders": loader}
+            source = {"train_dataloaders": loader}
         _skip_batch_hooks(module)
         if piecewise is not None:
             piecewise.install(module)
         seed_everything(SEED, verbose=False)
-        trainer.fit(module, **data)
+        trainer.fit(module, **source)
     buffers = {n: b.detach().cpu().clone() for n, b in module.named_buffers() if not is_fake(b)}
     logged = {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
     return Numbers(capture.loss, capture.gradients, buffers, logged), module

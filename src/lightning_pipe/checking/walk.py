@@ -53,6 +53,7 @@ class Walk:
     def __init__(self, workers: Workers, asked: Asked, facts: Facts, timeout_s: float) -> None:
         self._workers, self._asked, self._facts = workers, asked, facts
         self._timeout_s = timeout_s
+        self._draws = False
 
     def rows(self) -> Iterator[Row]:
         """The steps, up to the first that fails."""
@@ -67,7 +68,7 @@ class Walk:
         pieces, ranks = facts.num_microbatches, facts.num_ranks
         yield self._alone
         yield self._as_ranks
-        simple = Lay(2, 1, _SIMPLE)
+        simple = Lay(2, 1, arguments=_SIMPLE)
         yield lambda: self._over_stages("b  2 stages x 1 micro-batch", simple)
         if pieces > 1:
             name = f"c  2 stages x {pieces} micro-batches"
@@ -144,9 +145,10 @@ class Walk:
 
     def _judge(self, lay: Lay, precision: str) -> tuple[jobs.Judged | None, str]:
         """The comparison, or why there is none."""
-        answers = self._run(lay.num_ranks, jobs.staged, lay, precision)
+        answers = self._run(lay.processes, jobs.staged, lay, precision)
         failed = _first_failure(answers)
         if failed is None:
+            self._draws |= answers[0].value
             (failed,) = self._run(1, jobs.judged, lay, precision)
             if not failed.error:
                 return failed.value, ""
@@ -169,11 +171,20 @@ class Walk:
         arguments: dict[str, Any] = {"activation_checkpointing": other}
         if self._facts.given.get("plan") is not None:
             arguments = {**_SIMPLE, **arguments}
-        lay = Lay(self._facts.num_ranks, self._facts.num_microbatches, arguments)
+        lay = Lay(self._facts.num_ranks, self._facts.num_microbatches, arguments=arguments)
         return self._over_stages(f"e  the same, activation_checkpointing={other}", lay)
 
     def _replicas(self) -> Row:
-        return Row("f  replicas", True, remark="one replica: nothing to compare")
+        facts, name = self._facts, f"f  {self._facts.copies} copies of it"
+        if facts.copies == 1:
+            return Row("f  copies", True, remark="one copy: nothing to compare")
+        if facts.norms or self._draws or facts.rows % facts.copies:
+            why = "rows that do not divide" if facts.rows % facts.copies else "other numbers"
+            return Row(name, True, remark=f"not compared: each copy has {why} by intention")
+        pieces = max(1, min(facts.num_microbatches, facts.rows // facts.copies))
+        arguments = _SIMPLE if facts.given.get("plan") is not None else {}
+        lay = Lay(facts.num_ranks, pieces, facts.copies, arguments)
+        return self._over_stages(name, lay)
 
     def _run(self, num_ranks: int, job: Any, *rest: Any) -> list[Answer]:
         args = (self._asked, self._facts, *rest)

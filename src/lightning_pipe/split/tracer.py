@@ -406,9 +406,9 @@ class Tracer:
             for parameter in self._root.parameters()
             if parameter.requires_grad and id(parameter) not in reached
         }
-        inside = tuple(f"{unit}." for unit in self._repeated)  # their graphs were not made
-        seen = {name for name in missing if not name.startswith(inside)} if inside else missing
-        return frozenset(seen) | self._of_repeated("without_gradient")
+        if self._repeated or self._runner.on_random:  # parts of the graph were not made
+            return frozenset(missing & self._like.without_gradient if self._like else ())
+        return frozenset(missing)
 
     def _of_repeated(self, name: str) -> frozenset[Any]:
         """What the first trace says of the units that were not run in this one."""

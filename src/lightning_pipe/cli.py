@@ -92,7 +92,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also: lightning-pipe check, plan, link, draw, doctor, debug-merge (--help)",
+            "epilog": "See also with --help: check, plan, link, draw, doctor, debug-merge",
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 
@@ -140,10 +141,11 @@ _CASES = {
 }
 
 
-def _references(copies):
+def _references(copies, names):
+    cases = {name: _CASES[name] for name in names}
     return {
         name: _fit(None, model, 4 * copies, **arguments)
-        for name, (_, model, arguments) in _CASES.items()
+        for name, (_, model, arguments) in cases.items()
     }
 
 
@@ -161,7 +163,7 @@ def _copies(num_ranks, names):
 
 
 def test_two_copies_of_two_ranks_train_as_one_device():
-    expected = run_ranks(1, _references, 2)[0]
+    expected = run_ranks(1, _references, 2, list(_CASES))[0]
     assert expected["accumulated, clipped by norm"]["steps"] == 2  # the last one is of 2 batches
     for result in run_ranks(4, _copies, 2, list(_CASES)):
         for name, found in result.items():
@@ -171,7 +173,7 @@ def test_two_copies_of_two_ranks_train_as_one_device():
 
 def test_copies_of_one_rank_are_data_parallel():
     names = ["sgd", "tied, small buckets"]
-    expected = run_ranks(1, _references, 2)[0]
+    expected = run_ranks(1, _references, 2, names)[0]
     for result in run_ranks(2, _copies, 1, names):
         for name in names:
             lit.assert_equal([result[name]], expected[name])
@@ -212,6 +214,81 @@ def test_a_stage_reduces_each_bucket_once_in_a_step():
     for sent, _ in run_ranks(4, _counted, 500 / 2**20):
         assert len(sent) > 3
         assert max(n for _, n in sent) <= 64
+
+
+_SEEN: list[bool] = []  # what a stage leaves in the module is that of the last one
+
+
+class _Patient(torch.autograd.Function):
+    """The identity, whose backward waits for what it is given."""
+
+    @staticmethod
+    def forward(ctx, x, wait):
+        ctx.wait = wait
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.wait()
+        return gradient, None
+
+
+class _PatientBlock(nn.Sequential):
+    def forward(self, x):
+        return _Patient.apply(super().forward(x), self.wait)
+
+
+class _Drains(_Synced):
+    """The first stage ends its backward once the last one has begun to reduce."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        super().__init__()
+
+    def make_net(self, width, depth):
+        net = super().make_net(width, depth)
+        net[0] = _PatientBlock(*net[0])
+        net[0].wait = self.wait
+        return net
+
+    @property
+    def sign(self):
+        return Path(self.folder) / f"{self.global_rank // 2} {self.trainer.global_step}"
+
+    def wait(self):
+        if self.trainer.global_step == 0:  # its cut is not proven yet
+            return
+        end_s = time.monotonic() + 30
+        while not self.sign.exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        _SEEN.append(self.sign.exists())
+
+    def on_train_start(self):
+        self.put_back = own = reduce.dist.all_reduce
+
+        def noted(tensor, *args, **kwargs):
+            if kwargs.get("async_op") and self.global_rank % 2 == 0:
+                self.sign.touch()
+            return own(tensor, *args, **kwargs)
+
+        reduce.dist.all_reduce = noted
+
+    def on_train_end(self):
+        reduce.dist.all_reduce = self.put_back
+
+
+def _drained(folder):
+    module = lit.seeded(_Drains, folder)
+    strategy = {"data_parallel_size": 2, "num_microbatches": 1}
+    used = lit.trainer(strategy, 4, max_steps=3)
+    used.fit(module, DataLoader(lit.rows(ROWS), batch_size=4))
+    seen = list(_SEEN)
+    _SEEN.clear()
+    return seen
+
+
+def test_later_stages_reduce_while_the_first_still_runs(tmp_path):
+    assert run_ranks(4, _drained, str(tmp_path)) == [[], [True, True], [], [True, True]]
 
 
 class _Watches(_Synced):
@@ -520,6 +597,34 @@ def test_an_overflow_in_one_copy_is_everyones():
     for scales, weights in results:
         assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15, 2.0**15]
         assert all(torch.equal(v, results[0][1][n]) for n, v in weights.items())
+
+
+class _Apart(_Synced):
+    def on_before_zero_grad(self, optimizer):
+        if self.trainer.global_step == 2 and self.global_rank >= 2:
+            self.trainer.strategy.barrier("noon")
+
+    def on_train_start(self):
+        self.started_s = time.monotonic()
+
+
+def _apart():
+    module = lit.seeded(_Apart)
+    try:
+        lit.trainer({"data_parallel_size": 2, "num_microbatches": 2}, 4).fit(
+            module, DataLoader(lit.rows(ROWS), batch_size=4)
+        )
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - module.started_s
+
+
+def test_copies_at_different_places_are_an_error_that_says_who_is_where():
+    results = run_ranks(4, _apart)
+    for name, text, seconds in results:
+        assert name in ("MeetingError", "PeerError")
+        assert "waits for all at noon" in text
+        assert seconds < 60
+    assert any(r"copy 0 (global rank 0) " in text for _, text, _ in results)
 
 
 def test_sizes_follow_from_each_other():

@@ -120,8 +120,6 @@ class Copies:
     def __init__(self, ranks: Ranks, reduction: Reduction) -> None:
         self._ranks = ranks
         self._reduction = reduction
-        #: buckets that were reduced, since the start
-        self.num_reductions = 0
 
     def told(self, place: str, value: Any) -> list[Any]:
         """What all copies say at a place."""
@@ -149,14 +147,13 @@ class Copies:
             for name, parameter in parameters.items()
             if name not in owners or owners[name][0] == self._ranks.position
         }
-        means, count = mean_gradients(
+        means = mean_gradients(
             copies,
             mine,
             parameters,
             bucket_bytes=self._reduction.bucket_bytes,
             dtype=self._reduction.dtype,
         )
-        self.num_reductions += count
         shared = {name: means.get(name) for name in owners if name in parameters}
         if owners:
             means |= {

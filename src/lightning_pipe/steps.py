@@ -78,6 +78,7 @@ class Pipeline(PipelineCuts):
         trace = partial(self._trace, memo=self._cuts.memo)
         self.whole = WholeTail(module, self.tail, trace, device.type)
         self.engine = Engine(ranks, device)
+        self._hand_out = share.Handing(ranks, "what the step returns, logs or leaves in attributes")
         self.spans: Sequence[Span] = ()
         self.step_s = 0.0
         self.schedule: Schedule | None = None
@@ -332,9 +333,7 @@ class Pipeline(PipelineCuts):
             traces = self.tail.among_copies(traces, totals)
         if self.ranks.num_positions > 1:
             sent = traces.without_output() if traces is not None and not with_output else traces
-            received = share.broadcast_object(
-                self.ranks, sent, last, what="what the step returns, logs or leaves in attributes"
-            )
+            received = self._hand_out(sent, last)
             traces = traces if is_last else received
         assert traces is not None
         warning = self._guards.hear(traces.told)

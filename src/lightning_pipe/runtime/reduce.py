@@ -68,7 +68,7 @@ def mean_gradients(
     *,
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
-) -> tuple[dict[str, Tensor], int]:
+) -> dict[str, Tensor]:
     """The means of gradients over all copies.
 
     Buckets are filled in the order of the names, which is the same everywhere, and are under way
@@ -82,7 +82,7 @@ def mean_gradients(
         dtype: What is sent, if not the type of the gradients.
 
     Returns:
-        The gradients that any copy has, and how many buckets were reduced.
+        The gradients that any copy has.
     """
     kinds = _agreed_kinds(copies, gradients)
     means: dict[str, Tensor] = {}
@@ -94,17 +94,15 @@ def mean_gradients(
             if gradient is None:
                 gradient = torch.zeros_like(shapes[name])
             dense.append((name, gradient.to_dense() if _kind(gradient) == _SPARSE else gradient))
-    count = 0
     flying: deque[_Bucket] = deque()
     with connected(copies):
         for items in _buckets(dense, bucket_bytes):
             flying.append(_Bucket(copies, items, dtype))
-            count += 1
             if len(flying) >= _IN_FLIGHT:
                 flying.popleft().land(means)
         while flying:
             flying.popleft().land(means)
-    return means, count
+    return means
 
 
 class _Bucket:

@@ -62,19 +62,80 @@ def broadcast_object(
         return cast(T, value)
     packed = None
     if ranks.position == source:
-        try:
-            packed = pack(value)
-        except Exception as reason:
-            text = (
-                f"{what} cannot be given to the other ranks of the pipeline: {unpicklable(value)} "
-                f"cannot be pickled ({reason}). Keep tensors, numbers, texts and containers of "
-                "them there, and make other objects on every rank, in __init__ or a hook"
-            )
-            packed = pack(_Refused(text))
+        sent = _sendable(value, what)
+        packed = sent if isinstance(sent, Packed) else pack(sent)
     received = unpack(_broadcast(ranks, packed, source))
     if isinstance(received, _Refused):
         raise error(received.text)
     return cast(T, received)
+
+
+class Handing:
+    """Gives the objects of one position to all, which take them when they get there.
+
+    A broadcast over gloo holds its source until the last rank takes part. Here the source goes on
+    at once; it waits at its next object for those who have not taken the last one.
+
+    Args:
+        ranks: This rank.
+        what: What the objects are, for messages.
+    """
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self._ranks = ranks
+        self._what = what
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    def __call__(self, value: T | None, source: int) -> T:
+        """Gives an object, or takes it; called by all.
+
+        Args:
+            value: The object, on the source; ignored elsewhere.
+            source: The position that has it.
+
+        Raises:
+            CutError: It cannot be pickled; on all ranks.
+        """
+        if self._ranks.num_positions == 1:
+            return cast(T, value)
+        found = _hand_out(self._ranks, self, value, source)
+        if isinstance(found, _Refused):
+            raise CutError(found.text)
+        return cast(T, found)
+
+    def give(self, value: Any, source: int) -> Any:
+        """The object, on its way to the others."""
+        for work, _ in self._under_way:
+            work.wait()
+        sent = _sendable(value, self._what)
+        group = self._ranks.control_group
+        peers = [p for p in range(self._ranks.num_positions) if p != source]
+        self._under_way = [
+            (dist.isend(buffer, self._ranks.global_rank_of(peer), group=group), buffer)
+            for buffer in _to_buffers(sent if isinstance(sent, Packed) else pack(sent))
+            for peer in peers
+        ]
+        return value if isinstance(sent, Packed) else sent
+
+
+@talks
+def _hand_out(ranks: Ranks, handing: Handing, value: Any, source: int) -> Any:
+    if ranks.position == source:
+        return handing.give(value, source)
+    return receive_object(ranks, source)
+
+
+def _sendable(value: Any, what: str) -> Packed | _Refused:
+    """An object as it is sent, or why it cannot be."""
+    try:
+        return pack(value)
+    except Exception as reason:
+        text = (
+            f"{what} cannot be given to the other ranks of the pipeline: {unpicklable(value)} "
+            f"cannot be pickled ({reason}). Keep tensors, numbers, texts and containers of "
+            "them there, and make other objects on every rank, in __init__ or a hook"
+        )
+        return _Refused(text)
 
 
 @talks

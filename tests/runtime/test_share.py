@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.helpers import run_ranks
 
 from lightning_pipe.data import SharedLoader
-from lightning_pipe.errors import BatchError, CheckpointError, ConfigError, PeerError
+from lightning_pipe.errors import BatchError, CheckpointError, ConfigError, CutError, PeerError
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
 from lightning_pipe.runtime.packing import pack, unpack
@@ -116,6 +116,14 @@ def broadcasts():
     first = ranks.first_position
     with pytest.raises(BatchError, match=r"the batch cannot be given .*: \['a'\]\[1\], a lock,"):
         share.broadcast_object(ranks, {"a": [1, lock]}, first, what="the batch", error=BatchError)
+    hand_out = share.Handing(ranks, "what a step returns")
+    for number in range(3):
+        given = [number, torch.full((100_000,), number)] if ranks.position == 1 else None
+        found = hand_out(given, 1)
+        assert (found[0], found[1].sum().item()) == (number, number * 100_000)
+    with pytest.raises(CutError, match=r"what a step returns cannot be given .*: \[0\], a lock,"):
+        hand_out([lock], 1)
+    assert hand_out(7 if ranks.position == 1 else None, 1) == 7
     assert share.broadcast_object(ranks, ranks.position, 1) == 1
     assert share.gather_objects(ranks, f"p{ranks.position}") == ["p0", "p1"]
     gathered = share.gather_objects(ranks, ranks.position * 10, 0)

@@ -396,11 +396,18 @@ class _Logs(_Synced):
     def on_train_epoch_end(self):
         self.found = {
             "all": self.all.compute().sort().values,
+            "refused": self._refused(),
             "gathered": self.all_gather(torch.tensor([float(self.global_rank)])).tolist(),
             "any": self.trainer.strategy.reduce_boolean_decision(self.global_rank == 3, all=False),
             "every": self.trainer.strategy.reduce_boolean_decision(self.global_rank == 3),
             "told": [self.trainer.strategy.broadcast(self.global_rank, src) for src in range(4)],
         }
+
+    def _refused(self):
+        neighbours = self.device_mesh["pipeline"].get_group()
+        with pytest.raises(ConfigError, match=r"global ranks \[\d, \d\]: .*copies \(\["):
+            self.all_gather(torch.ones(1), group=neighbours)
+        return self.all_gather(torch.ones(1), group=self.device_mesh["data_parallel"].get_group())
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -431,6 +438,7 @@ def test_what_copies_tell_each_other(tmp_path):
     for rank, (found, metrics, rates, epochs, weights) in enumerate(results):
         torch.testing.assert_close(found["all"].unique().double(), x[:, 0].sort().values)
         assert found["gathered"] == [[rank % 2], [2 + rank % 2]]
+        assert found["refused"].tolist() == [[1], [1]]
         assert (found["any"], found["every"], found["told"]) == (True, False, [0, 1, 2, 3])
         assert metrics["total"] == ROWS  # each row once
         assert metrics["sum"] == pytest.approx(x.sum().item(), rel=1e-6)

@@ -26,6 +26,7 @@ from lightning_pipe.errors import ConfigError, PeerError
 from lightning_pipe.layout import Layout
 from lightning_pipe.replicas import (
     Reduction,
+    check_group,
     check_size,
     gather_from_copies,
     make_mesh,
@@ -251,13 +252,17 @@ class PipelineProcesses(ParallelStrategy):
         copies = None if self._ranks is None else self._ranks.copies
         if copies is None or not isinstance(tensor, Tensor):
             return tensor
+        check_group(group, copies)
         return reduce_over_copies(tensor, copies, seam.name_of_reduction(reduce_op))
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers from the copies of the pipeline, along a new first dimension if there are any."""
         copies = None if self._ranks is None else self._ranks.copies
-        return tensor if copies is None else gather_from_copies(tensor, copies, sync_grads)
+        if copies is None:
+            return tensor
+        check_group(group, copies)
+        return gather_from_copies(tensor, copies, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -173,7 +174,7 @@ def make_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
     """
     if ranks.world_size == 1:
         return None
-    alone = torch.distributed.new_group([ranks.global_rank], use_local_synchronization=True)
+    alone = dist.new_group([ranks.global_rank], use_local_synchronization=True)
     groups = [
         alone if ranks.copies is None else ranks.copies.pipeline_group,
         alone if ranks.pipeline_group is None else ranks.pipeline_group,
@@ -214,6 +215,23 @@ def reduce_over_copies(value: Tensor, copies: Ranks, op: str = "mean") -> Tensor
         return value.detach() if is_fake(value) else reduce_value(copies, value, op)
 
     return _seen(reduce, value)
+
+
+def check_group(group: Any, copies: Ranks) -> None:
+    """Refuses to reduce or gather over some ranks of a user's choice.
+
+    Raises:
+        ConfigError: The group is neither that of all processes nor that of the copies.
+    """
+    if group is None or group is dist.group.WORLD:
+        return
+    wanted = [copies.global_rank_of(copy) for copy in range(copies.num_positions)]
+    if dist.get_process_group_ranks(group) != wanted:
+        raise ConfigError(
+            f"a group of the global ranks {dist.get_process_group_ranks(group)}: ranks of a "
+            f"pipeline have the same values, so its copies ({wanted} here) are reduced and "
+            "gathered. Leave `group` out, or use torch.distributed itself"
+        )
 
 
 def _seen(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -257,6 +275,7 @@ class _Gather(torch.autograd.Function):
 __all__ = [
     "Copies",
     "Reduction",
+    "check_group",
     "check_size",
     "gather_from_copies",
     "make_mesh",

@@ -44,7 +44,7 @@ class Sentences(IterableDataset):
     def __iter__(self) -> Any:
         source = torch.Generator().manual_seed(0)
         for step in range(self.steps):
-            rows = ROWS - 3 if step % 11 == 10 else ROWS
+            rows = ROWS - 3 if step % 12 == 10 else ROWS
             length = LENGTHS[step % len(LENGTHS)]
             yield torch.randint(0, WORDS, (rows, length), generator=source)
 

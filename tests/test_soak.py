@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STEPS, EVERY = 120, 4
+STEPS, EVERY = 96, 4
 
 
 def _soak(folder: str) -> Any:

@@ -94,7 +94,7 @@ def mangled(cells: list[list[str]], source: random.Random) -> list[list[str]]:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(many, max_examples=2000)
+@settings(many, max_examples=1500)
 def test_an_edited_schedule_runs_or_is_refused(seed: int) -> None:
     source = random.Random(seed)
     schedule = a_schedule(source)
@@ -225,7 +225,7 @@ def mutated(value: Any, source: random.Random, other: Callable[[], Any]) -> Any:
 
 
 @given(seed=st.integers(0, 2**32), ranks=small, chunks=small, data=st.data())
-@settings(many, max_examples=1500)
+@settings(many, max_examples=800)
 def test_an_edited_plan_is_right_or_refused(
     seed: int, ranks: int, chunks: int, data: st.DataObject
 ) -> None:
@@ -290,7 +290,7 @@ def test_edited_costs_are_right_or_refused(seed: int, data: st.DataObject) -> No
     costs=st.lists(st.one_of(st.integers(0, 9), st.floats()), max_size=8),
     parts=st.integers(-1, 5), least=st.integers(0, 3),
 )  # fmt: skip
-@settings(many, max_examples=1000)
+@settings(many, max_examples=600)
 def test_any_costs_are_balanced_exactly_or_refused(
     costs: list[float], parts: int, least: int
 ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from lightning_pipe.split.microbatch import merge_values
-from lightning_pipe.split.patching import attributes, find_metrics
+from lightning_pipe.split.patching import ENTRIES, attributes, find_metrics
 from lightning_pipe.split.tree import map_tensors
 
 _CALLS = ("update", "forward")
@@ -223,6 +223,10 @@ class MetricTape:
         return MetricState(states, lists, plain)
 
 
+#: what a step replaces for its length: put back from a copy, each step would wrap that of the last
+_PATCHED = (*ENTRIES, "update", "compute")
+
+
 def _copy_state(metric: nn.Module) -> dict[str, Any]:
     """The attributes of a metric, its states copied: updates may write in place."""
     states = getattr(metric, "_defaults", {})
@@ -235,7 +239,7 @@ def _copy_state(metric: nn.Module) -> dict[str, Any]:
             else value
         )
         for name, value in vars(metric).items()
-        if name not in ("_modules", "_parameters", "_buffers", "forward", "update", "compute")
+        if name not in ("_modules", "_parameters", "_buffers", *_PATCHED)
     }
 
 

@@ -99,6 +99,10 @@ class Board:
                 found.append(rank)
         return found
 
+    def known_dead(self) -> list[int]:
+        """Ranks whose processes have ended, of those that are known; asks the store for nothing."""
+        return [rank for rank, identity in sorted(self._who.items()) if identity.is_dead()]
+
     # ------------------------------------------------------------------ failures
 
     def fail(self, failure: Failure) -> Failure:

@@ -137,8 +137,18 @@ class _Watch:
             if failure.global_rank != rank:
                 return failure
             self._board.await_readers()
-        except RuntimeError:
-            return None
+        except RuntimeError:  # the store is gone
+            return self._store_keeper() if isinstance(error, PeerError) else None
+        return None
+
+    def _store_keeper(self) -> Failure | None:
+        """The rank that has died and taken the store with it, as far as this machine knows."""
+        end_s = time.monotonic() + _CAUSE_S
+        while time.monotonic() < end_s:
+            for rank in self._board.known_dead():
+                text = self._of_the_dead(rank)
+                return Failure(rank, text, text, is_told=True)
+            time.sleep(0.05)
         return None
 
     def _cause(self, wait_s: float) -> Failure | None:
@@ -201,27 +211,21 @@ class _Watch:
         failure = self._board.failure() if dead else None  # which it may have told of at its end
         if not dead or failure is not None:
             return failure
-        rank = dead[0]
+        text = f"{self._of_the_dead(dead[0])} {self._board.last_seen(dead[0])}".rstrip()
+        return self._board.fail(Failure(dead[0], text, text, is_told=True))
+
+    def _of_the_dead(self, rank: int) -> str:
         identity = self._board.identity(rank)
-        text = (
+        return (
             f"global rank {rank} has died: its process{f' {identity.pid}' if identity else ''} "
             "ended without a word, as by SIGKILL, a crash of native code, or the system where "
-            f"memory runs out (its log says so). {self._board.last_seen(rank)}"
-        ).rstrip()
-        return self._board.fail(Failure(rank, text, text, is_told=True))
+            "memory runs out (its log says so)."
+        )
 
     def _lost(self) -> str:
         """Why the store may be gone."""
-        try:
-            dead = [rank for rank in self._board.others if self._is_dead(rank)]
-        except RuntimeError:
-            dead = []
-        who = f"global rank {dead[0]} has died; " if dead else ""
-        return f"{who}the process that keeps the store has ended"
-
-    def _is_dead(self, rank: int) -> bool:
-        identity = self._board.identity(rank)
-        return identity is not None and identity.is_dead()
+        dead = self._board.known_dead()
+        return self._of_the_dead(dead[0]) if dead else "the process that keeps the store has ended"
 
     def _end_after(self, grace_s: float, reason: str) -> None:
         if self._stopped.wait(grace_s):
@@ -236,7 +240,8 @@ class _Watch:
             end_s = time.monotonic() + _REAP_S
             deaf = self._board.others
             while deaf and time.monotonic() < end_s:
-                deaf = [r for r in deaf if not (self._board.has_read(r) or self._is_dead(r))]
+                dead = self._board.known_dead()
+                deaf = [r for r in deaf if r not in dead and not self._board.has_read(r)]
                 time.sleep(0.1)
             for rank in self._board.reap(deaf):
                 _write(f"{self._ranks}: global rank {rank} did not answer and was ended too")

@@ -55,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "facts": {"torch", "lightning"},
     "signals": {"lightning"},
     "debug": {"lightning_utilities"},
+    "sharded": {"torch", "lightning"},
     "agreement": {"torch", "lightning", "lightning_utilities"},
     "follow": {"lightning_utilities"},
     "processes": {"torch", "lightning", "typing_extensions"},

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.stored import StoredTensor
+from lightning_pipe.split import blueprint
 
 WIDTH, DEPTH = 128, 8
 
@@ -142,10 +144,13 @@ def _rank():
     return torch.distributed.get_rank()
 
 
-@pytest.mark.parametrize("how", ["plain", "meta", "empty"])
-def test_training_resuming_and_evaluating_equal_one_device(how, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "sharded"), [("plain", False), ("meta", False), ("empty", False), ("plain", True)]
+)
+def test_training_resuming_and_evaluating_equal_one_device(how, sharded, tmp_path):
     expected = run_ranks(1, _life, None, "plain", str(tmp_path))[0]
-    results = run_ranks(2, _life, {"num_microbatches": 4}, how, str(tmp_path))
+    strategy = {"num_microbatches": 4, "save_distributed_checkpoint": sharded}
+    results = run_ranks(2, _life, strategy, how, str(tmp_path))
     for result in results:
         for part, reference in zip(result[0], expected[0], strict=True):
             lit.assert_equal([part], reference)
@@ -154,6 +159,36 @@ def test_training_resuming_and_evaluating_equal_one_device(how, tmp_path):
         assert result[5] == expected[5]
         assert result[6].held == DEPTH // 2 * WIDTH**2
     torch.testing.assert_close(results[0][3], expected[3])
+
+
+def _resumed_from_parts(folder):
+    """Numbers that this rank reads of a checkpoint, and holds after a step."""
+    strategy = {"balance": "uniform", "save_distributed_checkpoint": True}
+    trainer = lit.trainer(strategy, lit.world(), max_steps=1)
+    trainer.fit(_Late(), _loaders()[0])
+    trainer.save_checkpoint(f"{folder}/parts.ckpt")
+    read, original = [], StoredTensor.read
+
+    def noted(stored):
+        read.append(stored.numel())
+        return original(stored)
+
+    counts = _Counts()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredTensor, "read", noted)
+        patch.setattr(blueprint, "BUDGET_BYTES", WIDTH**2 * 4)  # one layer beside its share
+        trainer = lit.trainer(strategy, lit.world(), max_epochs=2, callbacks=[counts])
+        trainer.fit(_Late(), _loaders()[0], ckpt_path=f"{folder}/parts.ckpt")
+    return sum(read), max(read), counts.held
+
+
+def test_no_rank_reads_or_holds_more_of_a_checkpoint_than_its_share(tmp_path):
+    share = DEPTH * WIDTH**2 // 4
+    for read, largest, held in run_ranks(4, _resumed_from_parts, str(tmp_path)):
+        assert held == share
+        assert largest == WIDTH**2
+        # weights, two moments, numbers of steps, and the layer that was there when it was loaded
+        assert read <= 3 * share + 2 * DEPTH + WIDTH**2
 
 
 class _NoWay(_Late):

@@ -23,7 +23,7 @@ from lightning_pipe.planning.render import chrome_trace, schedule_figure, schedu
 from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.planning.simulate import held_over_time, simulate
 
-__all__ = ["check", "debug_merge", "doctor", "draw", "link", "main", "plan", "train"]
+__all__ = ["check", "consolidate", "debug_merge", "doctor", "draw", "link", "main", "plan", "train"]
 
 _SLOT_S = 1e-3  # a drawing has no clock: in a trace, one forward is a millisecond
 
@@ -33,6 +33,7 @@ def main() -> None:
     own = {
         "check": check,
         "debug-merge": debug_merge,
+        "consolidate": consolidate,
         "doctor": doctor,
         "draw": draw,
         "link": link,
@@ -76,6 +77,27 @@ def link(arguments: Sequence[str]) -> None:
     link_command.link(arguments)
 
 
+def consolidate(arguments: Sequence[str]) -> None:
+    """Makes one plain checkpoint file of a folder that ranks have written."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipe consolidate",
+        description="Makes one ordinary Lightning checkpoint of a folder that was written with "
+        "save_distributed_checkpoint. Takes host memory for the model and its optimizer.",
+    )
+    parser.add_argument("folder", help="the folder")
+    parser.add_argument("file", help="the file to write")
+    parser.add_argument(
+        "--trusted",
+        action="store_true",
+        help="also load what is not tensors and plain data, which can run code of who made it",
+    )
+    options = parser.parse_args(arguments)
+    from lightning_pipe.sharded import consolidate
+
+    consolidate(options.folder, options.file, weights_only=not options.trusted)
+    print(f"wrote {options.file}")
+
+
 def _find_classes_here() -> None:
     """As with `python -m`: class paths start in this folder."""
     if os.getcwd() not in sys.path:
@@ -92,7 +114,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also with --help: check, plan, link, draw, doctor, debug-merge",
+            "epilog": "See also with --help: check, plan, link, draw, doctor, debug-merge, consolidate",
         },
     )
 

@@ -18,6 +18,7 @@ from lightning_pipe.data import share_random_state
 from lightning_pipe.manners import AtomicCheckpointIO
 from lightning_pipe.processes import PipelineProcesses
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.sharded import is_sharded, read_sharded
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.blueprint import Blueprint
 
@@ -86,6 +87,8 @@ class PipelineConstruction(PipelineProcesses):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        if is_sharded(checkpoint_path):
+            return read_sharded(checkpoint_path, weights_only)
         if self._blueprint is not None and isinstance(self.checkpoint_io, AtomicCheckpointIO):
             return self.checkpoint_io.load_mapped(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)

@@ -81,6 +81,36 @@ class SpreadModel:
         with whole(self._module, values, buffers):
             return self._module.state_dict()
 
+    def own_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the model's state; those of all ranks make up the whole, in order."""
+        with at(self._ranks, "gathers buffers of the model"):
+            buffers = gather_buffers(self._buffers, self._home, self._ranks)
+        with whole(self._module, {}, buffers):
+            state = self._module.state_dict()
+        known = parameter_names(self._module)
+        first = {name: first for first, names in known.items() for name in names}
+        return {name: value for name, value in state.items() if self._writes(first.get(name, ""))}
+
+    def _writes(self, name: str) -> bool:
+        """Whether this rank writes a parameter; what belongs to no stage, the first rank writes."""
+        owners = self._home.owners(name)
+        return self._ranks.position == owners[0] if owners else self._ranks.is_first
+
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of the optimizer's state, numbered as on one device."""
+        state = optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {
+            index: entry
+            for index, entry in state["state"].items()
+            if (
+                self._writes(self._names.get(id(parameters[index]), ""))
+                if isinstance(index, int)
+                else self._ranks.is_first
+            )
+        }
+        return {**state, "state": own}
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, numbered as on one device, on global rank 0."""
         if self._ranks.data_parallel_rank:

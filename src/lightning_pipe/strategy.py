@@ -55,7 +55,14 @@ from lightning_pipe.planning.plan import Plan
 from lightning_pipe.readings import PipelineReadings
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import meeting, share
+from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.runtime.progress import Progress
+from lightning_pipe.sharded import (
+    ShardedCheckpoints,
+    check_wanted,
+    make_group,
+    refuse_io,
+)
 from lightning_pipe.split._fake import run_eagerly
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
@@ -115,6 +122,9 @@ class PipelineStrategy(PipelineReadings):
             saves sending and memory: all but global rank 0 return None for each batch.
         bucket_cap_mb: MiB of gradients that are averaged over the copies in one message.
         reduce_dtype: What these are sent as: "bf16", "fp16", "fp32", or None: as they are.
+        save_distributed_checkpoint: Whether checkpoints are folders of which each rank writes its
+            part (``lightning-pipe consolidate`` makes one file of them); "async" writes them while
+            training goes on.
         process_group_backend: Backend of ``torch.distributed``; that of the device if None.
         timeout: How long a rank may wait for another.
         hang_timeout: How long it may until all ranks say what they do: "auto" is a minute, or ten
@@ -163,6 +173,7 @@ class PipelineStrategy(PipelineReadings):
         share_predictions: bool = True,
         bucket_cap_mb: float = 25,
         reduce_dtype: str | None = None,
+        save_distributed_checkpoint: bool | str = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         hang_timeout: float | str | None = "auto",
@@ -205,6 +216,8 @@ class PipelineStrategy(PipelineReadings):
         self._restore_model = restore_model
         self._share_predictions = share_predictions
         self._debug = debug
+        self._save_distributed_checkpoint = check_wanted(save_distributed_checkpoint)
+        self._sharded: ShardedCheckpoints | None = None
         self._pipeline: Pipeline | None = None
         self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
@@ -216,7 +229,14 @@ class PipelineStrategy(PipelineReadings):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "_pipeline": None, "_spread": None, "_hooks": None, "_undo": []}
+        return {
+            **state,
+            "_pipeline": None,
+            "_spread": None,
+            "_hooks": None,
+            "_undo": [],
+            "_sharded": None,
+        }
 
     # ------------------------------------------------------------------ setup
 
@@ -228,11 +248,16 @@ class PipelineStrategy(PipelineReadings):
                 "module anew and load a checkpoint"
             )
         super().setup_environment()
+        if self._sharded is None and self._save_distributed_checkpoint:
+            group = make_group(self._own_ranks, self._save_distributed_checkpoint)
+            self._sharded = ShardedCheckpoints(self._own_ranks, group)
         if self._spread is not None and self._spread.holds(self._module):
             self._spread.make_whole()
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if self._sharded is not None:
+            refuse_io(self.checkpoint_io)
         self._build_absent(self._module)
         if self._passes_through:
             super().setup(trainer)
@@ -489,20 +514,26 @@ class PipelineStrategy(PipelineReadings):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model under its own names, on the first rank; all ranks have to call this."""
         if not self._is_cut:
-            return super().lightning_module_state_dict()
+            return {} if self._leaves_to_first else super().lightning_module_state_dict()
         self._refuse_if_failed()
         assert self._spread is not None
         with self._between.suspended():
+            if self._sharded is not None:
+                return self._spread.own_state_dict()
             return self._spread.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, numbered as on one device, on the first rank; all have to call this."""
         if self._spread is None or not self._spread.has_optimizers:
-            return super().optimizer_state(optimizer)
+            state = super().optimizer_state(optimizer)
+            return {**state, "state": {}} if self._leaves_to_first else state
         self._refuse_if_failed()
+        plain = seam.plain_optimizer(optimizer)
+        if self._sharded is not None:
+            return self._spread.own_optimizer_state(plain)
         with self._between.suspended():
-            return self._spread.optimizer_state(seam.plain_optimizer(optimizer))
+            return self._spread.optimizer_state(plain)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -522,7 +553,23 @@ class PipelineStrategy(PipelineReadings):
         with self._between.suspended():
             if self.is_global_zero:
                 checkpoint = with_weights(checkpoint, self._module)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self._sharded is None:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                return
+            self._sharded.save(checkpoint, filepath, list(self._module.state_dict()))
+
+    @property
+    def _leaves_to_first(self) -> bool:
+        """Whether another rank writes what is whole on all."""
+        return self._sharded is not None and not self._own_ranks.is_first
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._sharded is None:
+            remove()
+        else:
+            self._sharded.remove(remove)
 
     @override
     def _fail(self, error: BaseException) -> None:
@@ -554,6 +601,8 @@ class PipelineStrategy(PipelineReadings):
         if self._hooks is not None:
             self._hooks.parts.release()
             self._hooks = None
+        if self._sharded is not None and not self._failed:
+            self._sharded.wait()
         self._guard.close()
         seam.teardown(self, super().teardown)
 

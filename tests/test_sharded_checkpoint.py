@@ -12,14 +12,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from tests import lit
 from tests.lit import run_ranks
+from tests.test_data_parallel import _loader
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader
 
 from lightning_pipe import CheckpointError, ConfigError, PipelineStrategy
 from lightning_pipe.cli import consolidate
-from lightning_pipe.runtime.stored import StoredTensor, stored_tensors
+from lightning_pipe.runtime.stored import stored_tensors
 from lightning_pipe.sharded import read_sharded
+from lightning_pipe.split.stored import StoredTensor
 
 LAYOUTS = {
     "one device": (1, None),
@@ -61,8 +63,9 @@ def _train(strategy, folder, max_steps, ckpt_path=None, mode=None, keep=-1):
         enable_checkpointing=True,
         callbacks=[save],
     )
-    rows = 8 // (strategy or {}).get("data_parallel_size", 1)
-    trainer.fit(module, DataLoader(lit.tokens(24), batch_size=rows), ckpt_path=ckpt_path)
+    copies = (strategy or {}).get("data_parallel_size")
+    loader = _loader(lit.tokens(24), 8 // (copies or 1), copies)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     return lit.outcome(module, trainer)
 
 

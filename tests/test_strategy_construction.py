@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.stored import StoredTensor
 from lightning_pipe.split import blueprint
+from lightning_pipe.split.stored import StoredTensor
 
 WIDTH, DEPTH = 128, 8
 

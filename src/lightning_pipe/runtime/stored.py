@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.utils import _pytree as pytree
 
 from lightning_pipe.errors import CheckpointError
+from lightning_pipe.split.stored import StoredTensor
 
 #: what the index of a folder is made of: nothing that runs code of others
 _KNOWN = ("torch.distributed.checkpoint.", "torch.storage", "torch.serialization")
@@ -34,60 +34,6 @@ _KNOWN_NAMES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-
-
-class StoredTensor(Tensor):
-    """A tensor on the disk. Whatever is done with it is done with what is read.
-
-    Args:
-        shape: Its sizes.
-        dtype: Its type.
-        read: Reads it.
-    """
-
-    _read: Callable[[], Tensor]
-    _value: Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls: type[StoredTensor],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        read: Callable[[], Tensor],
-    ) -> StoredTensor:
-        made: StoredTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made._read = read
-        made._value = None
-        return made
-
-    def read(self) -> Tensor:
-        """What is stored, or what was written over it."""
-        return self._read() if self._value is None else self._value
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[no-untyped-def, override]
-        cls, func, types, args=(), kwargs=None
-    ):
-        mutable = func._schema.is_mutable
-
-        def there(leaf: Any) -> Any:
-            if not isinstance(leaf, StoredTensor):
-                return leaf
-            value = leaf.read()
-            if mutable:  # it may be what is written
-                leaf._value = value
-            return value
-
-        return func(*pytree.tree_map(there, args), **pytree.tree_map(there, kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.read().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 
 class _Reader(FileSystemReader):

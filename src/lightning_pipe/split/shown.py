@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lightning_pipe.split._fake import DispatchMode, TorchFunctionMode, plain_functions
+from lightning_pipe.split.stored import StoredTensor
 from lightning_pipe.split.tree import tensors
 
 #: these read memory and are no operations
@@ -92,6 +93,6 @@ class ColdParameter(nn.Parameter):
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether operations on such tensors are torch's own."""
+    """Whether operations on such tensors are torch's own, or are done when somebody looks."""
     own: Any = Tensor.__torch_dispatch__
-    return getattr(kind, "__torch_dispatch__", None) is own
+    return kind is StoredTensor or getattr(kind, "__torch_dispatch__", None) is own

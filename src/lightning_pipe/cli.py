@@ -114,7 +114,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "See also with --help: check, plan, link, draw, doctor, debug-merge, consolidate",
+            "epilog": "Also: check, consolidate, debug-merge, doctor, draw, link, plan; each has --help",
         },
     )
 

@@ -55,7 +55,6 @@ from lightning_pipe.planning.plan import Plan
 from lightning_pipe.readings import PipelineReadings
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import meeting, share
-from lightning_pipe.runtime.engine import Progress
 from lightning_pipe.runtime.progress import Progress
 from lightning_pipe.sharded import (
     ShardedCheckpoints,

@@ -298,6 +298,11 @@ def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
                 child._buffers[name] = buffer.to(dtype)
 
 
+def without_data(kind: type[Any], shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Make a tensor of a subclass that says what to do with it when it is used."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """Switch all dispatch modes off, for our own bookkeeping inside a traced region."""
     return _disable_current_modes()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipe.split._fake import without_data
 from lightning_pipe.split.tree import map_tensors
 
 
@@ -30,7 +31,7 @@ class StoredTensor(Tensor):
         dtype: torch.dtype,
         read: Callable[[], Tensor],
     ) -> StoredTensor:
-        made: StoredTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made: StoredTensor = without_data(cls, shape, dtype)
         made._read = read
         made._value = None
         return made

@@ -114,7 +114,7 @@ def train() -> Any:
         parser_kwargs={
             "prog": "lightning-pipe",
             "description": "Trains an ordinary LightningModule in a pipeline of processes.",
-            "epilog": "Also: check, consolidate, debug-merge, doctor, draw, link, plan; each has --help",
+            "epilog": "Also: check, consolidate, debug-merge, doctor, draw, link and plan",
         },
     )
 

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz", "random trainings, see tests/fuzz")
-    group.addoption("--fuzz-examples", type=int, default=40, help="how many")
+    group.addoption("--fuzz-examples", type=int, default=30, help="how many")
     group.addoption("--fuzz-seed", type=int, default=0, help="seed of the first")
 
 

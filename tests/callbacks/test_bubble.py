@@ -123,11 +123,11 @@ def _over_a_slow_link() -> dict[str, Any]:
         under_way.add(id(message))
         return message, values
 
-    def wait(self: Links, message: Any, position: int) -> None:
+    def wait(self: Links, message: Any, position: int, what: object = "") -> None:
         if id(message) in under_way:
             under_way.remove(id(message))
             time.sleep(2 * UNIT_S)
-        own_wait(self, message, position)
+        own_wait(self, message, position, what)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Links, "wait", wait)

@@ -89,8 +89,11 @@ class Workers:
             timeout_s: How long it may take.
 
         Returns:
-            Their answers by rank. Where one is silent for too long, all are ended.
+            Their answers by rank. Where one is silent for too long, all are ended; where one has
+            died, the next call starts others.
         """
+        if not self.are_alive:
+            self.close()
         self._grow(num_ranks)
         self._wait_for_start(num_ranks)
         store = tempfile.mktemp(dir=self._folder)

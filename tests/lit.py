@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tests import helpers
 from torch import nn
 from torch.nn import functional as F
@@ -147,6 +148,29 @@ def trainer(strategy: dict[str, Any] | None, devices: int, **arguments: Any) -> 
         "precision": "64-true",
     }
     return pl.Trainer(**{**defaults, **arguments})
+
+
+def fit_and_keep(
+    strategy: dict[str, Any] | None,
+    module: pl.LightningModule,
+    loader: Any,
+    folder: str,
+    max_steps: int,
+    ckpt_path: str | None = None,
+    keep: int = -1,
+) -> dict[str, Any]:
+    """Trains, with a checkpoint after every third step; what it ended with."""
+    save = ModelCheckpoint(folder, filename="{step}", save_top_k=keep, every_n_train_steps=3)
+    used = trainer(
+        strategy,
+        world(),
+        max_epochs=-1,
+        max_steps=max_steps,
+        enable_checkpointing=True,
+        callbacks=[save],
+    )
+    used.fit(module, loader, ckpt_path=ckpt_path)
+    return outcome(module, used)
 
 
 def seeded(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -455,18 +455,8 @@ def test_what_copies_tell_each_other(tmp_path):
 
 def _go_on(strategy, batch_size, folder, max_steps, path=None):
     module = lit.seeded(_SyncedTied, depth=3)
-    keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3)
-    used = lit.trainer(
-        strategy,
-        lit.world(),
-        max_epochs=-1,
-        max_steps=max_steps,
-        enable_checkpointing=True,
-        callbacks=[keep],
-    )
     loader = _loader(lit.tokens(24), batch_size, None if batch_size == 8 else 2)
-    used.fit(module, loader, ckpt_path=path)
-    return lit.outcome(module, used)
+    return lit.fit_and_keep(strategy, module, loader, folder, max_steps, path)
 
 
 _COPIES = {"data_parallel_size": 2, "num_microbatches": 2}

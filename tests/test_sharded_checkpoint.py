@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from tests import lit
 from tests.lit import run_ranks
@@ -54,19 +53,9 @@ def _train(strategy, folder, max_steps, ckpt_path=None, mode=None, keep=-1):
     if mode is not None:
         strategy = {**strategy, "save_distributed_checkpoint": mode}
     module = lit.seeded(_Tied)
-    save = ModelCheckpoint(folder, filename="{step}", save_top_k=keep, every_n_train_steps=3)
-    trainer = lit.trainer(
-        strategy,
-        lit.world(),
-        max_epochs=-1,
-        max_steps=max_steps,
-        enable_checkpointing=True,
-        callbacks=[save],
-    )
     copies = (strategy or {}).get("data_parallel_size")
     loader = _loader(lit.tokens(24), 8 // (copies or 1), copies)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return lit.outcome(module, trainer)
+    return lit.fit_and_keep(strategy, module, loader, folder, max_steps, ckpt_path, keep)
 
 
 @pytest.mark.parametrize(

@@ -77,17 +77,8 @@ def test_modules_among_the_hyperparameters_are_saved_with_all_weights(tmp_path):
 def _train(strategy, folder, *, max_steps, ckpt_path=None):
     module = lit.seeded(lit.Lit)
     module.configure_optimizers = lambda: torch.optim.Adam(module.parameters(), lr=1e-2)
-    keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3)
-    trainer = lit.trainer(
-        strategy,
-        lit.world(),
-        max_epochs=-1,
-        max_steps=max_steps,
-        enable_checkpointing=True,
-        callbacks=[keep],
-    )
-    trainer.fit(module, DataLoader(lit.rows(24), batch_size=8), ckpt_path=ckpt_path)
-    return lit.outcome(module, trainer)
+    loader = DataLoader(lit.rows(24), batch_size=8)
+    return lit.fit_and_keep(strategy, module, loader, folder, max_steps, ckpt_path)
 
 
 LAYOUTS = {

@@ -38,6 +38,7 @@ from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.copies import copied_names, find_copies, other_names
+from lightning_pipe.split.ends import Skipped
 from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
@@ -46,7 +47,6 @@ from lightning_pipe.split.paths import Answers, Paths
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.rng import Salts, mix
 from lightning_pipe.split.rows import Pieces, count_rows, has_rows, split_batch, unused_rules
-from lightning_pipe.split.run import Skipped
 from lightning_pipe.split.scout import find_way
 from lightning_pipe.split.signature import signature
 from lightning_pipe.split.trace import Trace

@@ -10,6 +10,7 @@ moved there when all ranks are done, so that a crash leaves the old one or the n
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -111,6 +112,7 @@ class ShardedCheckpoints:
             pending.result()
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"the last checkpoint was not written: {error}") from error
+        self._remove_old()
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Removes an old checkpoint, when the new one is complete."""
@@ -136,6 +138,9 @@ class ShardedCheckpoints:
             os.replace(target, old)
         os.replace(part, target)
         _discard(old)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
         while self._removals:
             self._removals.pop()()
 
@@ -156,9 +161,16 @@ def read_sharded(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         CheckpointError: The folder is not complete.
     """
     folder = Path(path)
-    checkpoint: dict[str, Any] = torch.load(
-        folder / META, map_location="cpu", weights_only=weights_only is not False
-    )
+    try:
+        checkpoint: dict[str, Any] = torch.load(
+            folder / META, map_location="cpu", weights_only=weights_only is not False
+        )
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{folder / META} cannot be read: {error}. If it holds objects, such as "
+            "hyperparameters, and you trust who wrote it, give weights_only=False to the Trainer's "
+            "method, or --trusted to `lightning-pipe consolidate`"
+        ) from error
     parts = checkpoint.pop(_PARTS, None)
     if not isinstance(parts, dict) or parts.get("version") != _VERSION:
         raise CheckpointError(

@@ -81,7 +81,7 @@ class SpreadModel:
         with whole(self._module, values, buffers):
             return self._module.state_dict()
 
-    def own_state_dict(self) -> dict[str, Any]:
+    def written_state_dict(self) -> dict[str, Any]:
         """This rank's part of the model's state; those of all ranks make up the whole, in order."""
         with at(self._ranks, "gathers buffers of the model"):
             buffers = gather_buffers(self._buffers, self._home, self._ranks)
@@ -93,10 +93,9 @@ class SpreadModel:
 
     def _writes(self, name: str) -> bool:
         """Whether this rank writes a parameter; what belongs to no stage, the first rank writes."""
-        owners = self._home.owners(name)
-        return self._ranks.position == owners[0] if owners else self._ranks.is_first
+        return self._ranks.position == _writer(name, self._home, self._ranks)
 
-    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def written_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the optimizer's state, numbered as on one device."""
         state = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -340,10 +339,15 @@ def gather_optimizer_state(
         {k for part in keys for k in part}, key=lambda k: (not isinstance(k, int), k)
     ):
         name = names.get(id(parameters[key])) if isinstance(key, int) else None
-        owners = () if name is None else home.owners(name)
-        owner_of[key] = owners[0] if owners else ranks.first_position
+        owner_of[key] = _writer(name or "", home, ranks)
     gathered = gather_state(ranks, state["state"], owner_of)
     return state if gathered is None else {**state, "state": gathered}
+
+
+def _writer(name: str, home: Home, ranks: Ranks) -> int:
+    """The position that gives a checkpoint what belongs to a parameter; without one, the first."""
+    owners = home.owners(name)
+    return owners[0] if owners else ranks.first_position
 
 
 def own_optimizer_state(

@@ -518,7 +518,7 @@ class PipelineStrategy(PipelineReadings):
         assert self._spread is not None
         with self._between.suspended():
             if self._sharded is not None:
-                return self._spread.own_state_dict()
+                return self._spread.written_state_dict()
             return self._spread.state_dict()
 
     @override
@@ -530,7 +530,7 @@ class PipelineStrategy(PipelineReadings):
         self._refuse_if_failed()
         plain = seam.plain_optimizer(optimizer)
         if self._sharded is not None:
-            return self._spread.own_optimizer_state(plain)
+            return self._spread.written_optimizer_state(plain)
         with self._between.suspended():
             return self._spread.optimizer_state(plain)
 

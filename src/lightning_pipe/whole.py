@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.microbatch import merge_tensors
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import mix
-from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.trace import Trace, ValueKey
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators

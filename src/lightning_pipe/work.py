@@ -17,10 +17,10 @@ from lightning_pipe.home import CutStep
 from lightning_pipe.iterated import Iterated
 from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.split._fake import is_fake
+from lightning_pipe.split.ends import Skipped, StepResult
 from lightning_pipe.split.nest import copy_tensors, describe
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
-from lightning_pipe.split.run import Skipped, StepResult
 from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from tests import lit
+from tests.runtime.models import legal
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import ScheduleError, StageMismatchError
@@ -25,17 +26,7 @@ def test_every_schedule_passes_as_it_is_lowered(name):
     checked = 0
     for num_ranks in (1, 2, 3, 4, 8):
         for num_microbatches in (1, 2, 4, 8, 9):
-            for virtual_stages in (1, 2):
-                try:
-                    schedule = make_schedule(
-                        name,
-                        num_ranks=num_ranks,
-                        num_microbatches=num_microbatches,
-                        virtual_stages=virtual_stages,
-                        strict=False,
-                    )
-                except ScheduleError:
-                    continue
+            for schedule in legal(num_ranks, num_microbatches, [name]):
                 check_deeds(schedule, _torch.deeds(_torch.lower(schedule)))
                 checked += 1
     assert checked >= 10

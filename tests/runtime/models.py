@@ -7,6 +7,8 @@ thing: what crosses a cut is every value that was made before it and is read aft
 import torch
 from torch import nn
 
+from lightning_pipe.errors import ScheduleError
+from lightning_pipe.planning.schedules import SCHEDULES, make_schedule
 from lightning_pipe.split.spec import ValueSpec
 
 WIDTH = 6
@@ -234,3 +236,19 @@ def _specs(model, x):
             for name, value in made.items():
                 specs[name] = ValueSpec(name, tuple(value.shape), value.dtype, value.requires_grad)
     return specs
+
+
+def legal(num_ranks, num_microbatches, names=SCHEDULES):
+    """The schedules of some names, with 1 and 2 chunks, that there are."""
+    for name in names:
+        for virtual_stages in (1, 2):
+            try:
+                yield make_schedule(
+                    name,
+                    num_ranks=num_ranks,
+                    num_microbatches=num_microbatches,
+                    virtual_stages=virtual_stages,
+                    strict=False,
+                )
+            except ScheduleError:
+                continue

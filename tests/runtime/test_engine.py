@@ -10,14 +10,15 @@ from tests.runtime.models import (
     MODELS,
     Stage,
     cut,
+    legal,
     make_batch,
     make_model,
     make_specs,
     run_whole,
 )
 
-from lightning_pipe.errors import ConfigError, PeerError, ScheduleError, StageMismatchError
-from lightning_pipe.planning.schedules import SCHEDULES, forward_only, make_schedule
+from lightning_pipe.errors import ConfigError, PeerError, StageMismatchError
+from lightning_pipe.planning.schedules import forward_only, make_schedule
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.overhead import action_overhead_s
 from lightning_pipe.runtime.ranks import make_ranks, rank_order
@@ -31,21 +32,6 @@ NUM_MICROBATCHES = (1, 2, 3, 4, 5, 8)
 def rows(num_microbatches, seed=0):
     """Uneven micro-batches: 3, 2, 4, 3, 2, ... rows."""
     return [2 + (seed + 1 + m * 2) % 3 for m in range(num_microbatches)]
-
-
-def schedules(num_ranks, num_microbatches):
-    for name in SCHEDULES:
-        for virtual_stages in (1, 2):
-            try:
-                yield make_schedule(
-                    name,
-                    num_ranks=num_ranks,
-                    num_microbatches=num_microbatches,
-                    virtual_stages=virtual_stages,
-                    strict=False,
-                )
-            except ScheduleError:
-                continue
 
 
 class Case:
@@ -97,7 +83,7 @@ def transparency(num_ranks, num_microbatches, names, at_once):
     """Checks every schedule on the next `at_once` models."""
     cases = [Case(name, num_microbatches) for name in names]
     engines = {}
-    for schedule in schedules(num_ranks, num_microbatches):
+    for schedule in legal(num_ranks, num_microbatches):
         order = rank_order(schedule.stage_to_rank, num_ranks)
         if order not in engines:
             engines[order] = Engine(make_ranks(schedule.stage_to_rank, num_ranks), CPU)

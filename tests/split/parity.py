@@ -19,12 +19,12 @@ from lightning_pipe.planning.balance import partition
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.copies import other_names
 from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.paths import Paths
 from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import KeyedRandom
-from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.streams import number_of
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tree import map_tensors, tensors

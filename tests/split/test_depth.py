@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from lightning_pipe.errors import CutError, StageMismatchError
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.memo import UnitMemo
 from lightning_pipe.split.paths import merged_order
 from lightning_pipe.split.program import StageProgram
-from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.scout import find_way
 from lightning_pipe.ways import look_around
 

@@ -16,11 +16,11 @@ from lightning_pipe.planning.profile import Profile
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.measure import measure_units
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.program import StageProgram
-from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.trace import Trace
 
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
+from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.rng import is_draw
-from lightning_pipe.split.run import StepResult
 from lightning_pipe.split.streams import draw_in_vain
 
 WIDTH, BLOCKS = 8, 3

@@ -21,10 +21,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
+from lightning_pipe.split.ends import Skipped, StepResult
 from lightning_pipe.split.memo import Elsewhere, SharedOutcomes
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.program import StageProgram
-from lightning_pipe.split.run import Skipped, StepResult
 from lightning_pipe.split.units import find_units
 from lightning_pipe.states import whole
 

@@ -12,18 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lightning_pipe.planning.actionlog import file_of
 from lightning_pipe.planning.ir import Action
 from lightning_pipe.runtime.clock import clock_offset_s
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.progress import Wait
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.transfer import describe
+from lightning_pipe.runtime.transfer import Moved, describe
 from lightning_pipe.split.spec import ValueSpec
-
-Moved = Tensor | ValueSpec | None
 
 
 class ActionLog:

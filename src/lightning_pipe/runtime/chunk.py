@@ -22,14 +22,13 @@ from lightning_pipe.errors import GuardError
 from lightning_pipe.planning.ir import Action, Op
 from lightning_pipe.runtime.backward import backward_full, backward_input
 from lightning_pipe.runtime.progress import Wait
-from lightning_pipe.runtime.transfer import Links, Message, check_values, describe, zeros
+from lightning_pipe.runtime.transfer import Links, Message, Moved, check_values, describe, zeros
 from lightning_pipe.split.spec import ValueSpec
 
 if TYPE_CHECKING:
     from lightning_pipe.runtime.engine import StageWork
 
 Grads = tuple[Tensor | None, ...]
-Moved = Tensor | ValueSpec | None
 
 
 class Observer(Protocol):

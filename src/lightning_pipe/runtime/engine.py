@@ -18,11 +18,11 @@ from lightning_pipe.planning.timeline import Span
 from lightning_pipe.runtime import _torch
 from lightning_pipe.runtime.accelerator import Mark, mark, read_marks
 from lightning_pipe.runtime.actionlog import ActionLog
-from lightning_pipe.runtime.chunk import Moved, StageChunk
+from lightning_pipe.runtime.chunk import StageChunk
 from lightning_pipe.runtime.preflight import check_deeds
 from lightning_pipe.runtime.progress import Progress, Wait
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.transfer import Links
+from lightning_pipe.runtime.transfer import Links, Moved
 from lightning_pipe.split.spec import ValueSpec
 
 _MAX_LOWERED = 32

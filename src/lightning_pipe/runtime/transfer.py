@@ -30,6 +30,10 @@ _WIRE_DTYPES = frozenset(
 )
 
 
+Moved = Tensor | ValueSpec | None
+"""What goes to another rank or comes from it, as far as it is known."""
+
+
 @dataclass(slots=True, eq=False)
 class Message:
     """Tensors under way, in one direction.

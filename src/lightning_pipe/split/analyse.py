@@ -15,12 +15,12 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.split._fake import is_fake, quiet_fakes
 from lightning_pipe.split.callers import KeepWhole
+from lightning_pipe.split.ends import Skipped
 from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
 from lightning_pipe.split.memoised import clear_memoised
 from lightning_pipe.split.provenance import InnerGradient, ValueNeeded
 from lightning_pipe.split.rng import Salts, preserved
-from lightning_pipe.split.run import Skipped
 from lightning_pipe.split.streams import Drawing
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.tracer import Silenced, Tracer

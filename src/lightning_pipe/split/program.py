@@ -22,13 +22,14 @@ from lightning_pipe.split._fake import (
 )
 from lightning_pipe.split.again import Again, repeatable_calls
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import (
     find_metrics,
 )
 from lightning_pipe.split.rng import Generator, preserved
-from lightning_pipe.split.run import MicrobatchRun, StepResult
+from lightning_pipe.split.run import MicrobatchRun
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.streams import callable_modules

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from lightning_pipe.split._fake import (
     is_fake,
     is_foreign,
 )
+from lightning_pipe.split.ends import Skipped, StageExit, StepResult
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
 from lightning_pipe.split.patching import (
@@ -48,33 +48,6 @@ from lightning_pipe.split.watch import check_aliases, check_made, check_script
 
 if TYPE_CHECKING:
     from lightning_pipe.split.program import StageProgram
-
-
-class Skipped(CutError):
-    """The training step returned None."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the training step returned None: is there a `return loss` on every way through it? "
-            "Skipping a batch on purpose is not supported over several "
-            "devices, as with the other strategies of Lightning: the other stages compute for it. "
-            "Return a loss times zero, or leave the batch out in the data loader"
-        )
-
-    def __reduce__(self) -> Any:
-        return Skipped, ()
-
-
-class StageExit(BaseException):
-    """Unwinds the step when the stage has done its part."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What the step returned, on the last stage, and the values that were to be recorded."""
-
-    value: Any
-    recorded: tuple[Tensor | None, ...] = ()
 
 
 class MicrobatchRun:

@@ -73,13 +73,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             super().save_checkpoint(checkpoint, part, storage_options)
-            _to_disk(part)
+            to_disk(part)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Makes sure that the contents are on the disk before the name is: after a loss of power there
     is else a name without contents."""
     with path.open("rb+") as file:

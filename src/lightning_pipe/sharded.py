@@ -2,7 +2,9 @@
 
 A folder holds the tensors of the model and its optimizers under names that say nothing of stages,
 and `meta.pt`, an ordinary Lightning checkpoint without them. It is written beside its place and
-moved there when all ranks are done, so that a crash leaves the old one or the new one.
+moved there when all ranks are done, so that a crash leaves the old one or the new one. A folder
+takes no folder's place in one go: between two steps the old one is there as `last.old.ckpt`, which
+`ckpt_path="last"` finds too.
 
     last.ckpt/  .metadata  __0_0.distcp  __1_0.distcp  ...  meta.pt
 """
@@ -13,6 +15,7 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from lightning_pipe.errors import CheckpointError, ConfigError
-from lightning_pipe.manners import AtomicCheckpointIO
+from lightning_pipe.manners import AtomicCheckpointIO, to_disk
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.share import gather_objects
@@ -132,12 +135,7 @@ class ShardedCheckpoints:
                 "not on a file system that all ranks share. Give one that is, or "
                 "save_distributed_checkpoint=False"
             )
-        old = target.with_name(f".{target.name}.old")
-        _discard(old)
-        if target.exists():
-            os.replace(target, old)
-        os.replace(part, target)
-        _discard(old)
+        _replace(part, target)
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -170,6 +168,10 @@ def read_sharded(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
             f"{folder / META} cannot be read: {error}. If it holds objects, such as "
             "hyperparameters, and you trust who wrote it, give weights_only=False to the Trainer's "
             "method, or --trusted to `lightning-pipe consolidate`"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{folder / META} is damaged: {error}. Give the checkpoint before, or a copy"
         ) from error
     parts = checkpoint.pop(_PARTS, None)
     if not isinstance(parts, dict) or parts.get("version") != _VERSION:
@@ -332,6 +334,7 @@ def _begin(part: Path, checkpoint: dict[str, Any]) -> None:
             {**state, "state": {}} for state in checkpoint["optimizer_states"]
         ]
     torch.save(checkpoint, part / META)
+    to_disk(part / META)
 
 
 def _write(tensors: dict[str, Any], part: Path, ranks: Ranks) -> None:
@@ -353,6 +356,25 @@ def _write(tensors: dict[str, Any], part: Path, ranks: Ranks) -> None:
 def _files(part: Path) -> list[str]:
     index = FileSystemReader(str(part)).read_metadata()
     return sorted({info.relative_path for info in (index.storage_data or {}).values()})
+
+
+def _replace(part: Path, target: Path) -> None:
+    """Moves a complete folder to its place; at any moment there is one that is complete."""
+    old = target.with_name(f"{target.stem}.old{target.suffix}")
+    if target.exists():
+        _retire(old)
+        os.replace(target, old)
+    os.replace(part, target)
+    _retire(old)
+
+
+def _retire(folder: Path) -> None:
+    """Removes a folder, of which no part is ever there under its name."""
+    hidden = folder.with_name(f".{folder.name}")
+    _discard(hidden)
+    if folder.exists():
+        os.replace(folder, hidden)
+        _discard(hidden)
 
 
 def _discard(folder: Path) -> None:

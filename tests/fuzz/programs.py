@@ -60,6 +60,11 @@ class Example:
         return bool(kinds) or any(op[0] in RANDOM for op in self.ops)
 
     @property
+    def peeks(self) -> bool:
+        """Whether values that a unit gives decide which units are called, which no cut knows."""
+        return any(op[0] == "peek" for op in self.ops)
+
+    @property
     def has_norms(self) -> bool:
         """Whether micro-batches need two rows."""
         return bool(NORMING.keys() & set(self.parts))

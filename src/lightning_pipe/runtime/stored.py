@@ -71,19 +71,23 @@ def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
     """
     reader = _Reader(str(folder))
     try:
-        index = reader.read_metadata()
+        entries = list(reader.read_metadata().state_dict_metadata.items())
+        return {
+            key: StoredTensor(
+                torch.Size(entry.size), entry.properties.dtype, _read(reader, key, entry)
+            )
+            for key, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        }
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: it has no index (.metadata), which is written "
             "last. Give the one before"
         ) from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"the index of {folder} cannot be read: {error!r}") from error
-    return {
-        key: StoredTensor(torch.Size(entry.size), entry.properties.dtype, _read(reader, key, entry))
-        for key, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
 
 
 def _read(reader: _Reader, key: str, entry: TensorStorageMetadata) -> Callable[[], Tensor]:

@@ -247,7 +247,8 @@ class MicrobatchRun:
             raise CutError(
                 f"stage {self.program.stage}: unit '{name}' was called where '{expected}' was when "
                 "the step was traced. A step must call the same units in the same order on every "
-                "micro-batch."
+                "micro-batch, unless its batch or random numbers decide. If values that a unit "
+                "computes decide: put what decides and what is called into one module"
             )
         stage = self.program.cut.stage_of_call[index]
         if stage > self.program.stage:

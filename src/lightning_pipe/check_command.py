@@ -17,16 +17,22 @@ from lightning_pipe.checking import jobs
 from lightning_pipe.checking.subject import Asked, Facts
 from lightning_pipe.checking.walk import Row, Walk
 from lightning_pipe.checking.workers import Workers
+from lightning_pipe.errors import ConfigError
 from lightning_pipe.planning.plan import columns
+from lightning_pipe.runtime.accelerator import backend, count_of
 
 __all__ = ["check"]
+
+_KINDS = {"gpu": "cuda"}
 
 
 def check(arguments: Sequence[str]) -> bool:
     """Checks a config, prints what was compared, and says whether all of it was right."""
     options, rest = _parser().parse_known_args(arguments)
     asked = Asked(tuple(rest), options.accelerator, options.rows)
-    kind = {"gpu": "cuda"}.get(options.accelerator, options.accelerator)
+    kind = _KINDS.get(options.accelerator, options.accelerator)
+    backend(kind)  # refuses what is none
+    _refuse_fewer(asked.accelerator, 2)
     with tempfile.TemporaryDirectory() as folder, Workers(2, folder, kind) as workers:
         rows = list(walk(workers, asked, timeout_s=options.timeout, on_row=_say))
     print("\n".join(_report(rows)))
@@ -56,12 +62,24 @@ def walk(
         name = "-  the config, its model and its first batch"
         return [Row(name, False, cause=f"{what}. {answer.error}{said}")]
     facts: Facts = answer.value
+    _refuse_fewer(asked.accelerator, max(2, facts.num_ranks * facts.copies))
     print(_head(facts), flush=True)
     rows = []
     for row in Walk(workers, asked, facts, timeout_s).rows():
         rows.append(row)
         on_row(row)
     return rows
+
+
+def _refuse_fewer(accelerator: str, wanted: int) -> None:
+    """Refuses an accelerator of which there is less than one for each rank."""
+    number = count_of(_KINDS.get(accelerator, accelerator))
+    if number is not None and number < wanted:
+        raise ConfigError(
+            f"--accelerator {accelerator}: this machine has {number} such devices, and the check "
+            f"needs {wanted}, one for each rank. Without the argument it runs on the CPU, in any "
+            "number of processes"
+        )
 
 
 def _say(row: Row) -> None:

@@ -13,11 +13,12 @@ import torch
 import yaml
 from tests.checking import models
 
-from lightning_pipe import cli
-from lightning_pipe.check_command import walk
+from lightning_pipe import check_command, cli
+from lightning_pipe.check_command import _report, walk
+from lightning_pipe.checking import jobs
 from lightning_pipe.checking.numbers import Numbers, compare
 from lightning_pipe.checking.subject import Asked
-from lightning_pipe.checking.walk import Row
+from lightning_pipe.checking.walk import Row, Walk
 from lightning_pipe.checking.workers import Workers
 
 pytestmark = [
@@ -119,6 +120,54 @@ def test_a_fault_is_named_at_the_first_step_that_shows_it(
     assert [row.is_right for row in rows] == [True] * (len(rows) - 1) + [False]
     assert rows[-1].name[0] == step, rows[-1]
     assert re.search(cause, rows[-1].cause, re.DOTALL), rows[-1].cause
+
+
+COPIES = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+
+
+def test_copies_are_compared_with_one_device(workers: Workers, tmp_path: Path) -> None:
+    rows = checked(workers, tmp_path, "Right", **COPIES)
+    assert all(row.is_right for row in rows), rows[-1]
+    assert [row.name[0] for row in rows] == ["a", "a", "b", "c", "d", "e", "f"]
+    line = next(line for line in _report(rows) if line.startswith("f "))
+    # gradients and the loss; the largest error of each, and where it is
+    assert re.search(r"copies of it +361 +\de-\d+ +\de-\d+ \w+\.\S+ +- +- +right$", line), line
+
+
+def over_copies(workers: Workers, folder: Path, model: str) -> Row:
+    """The last step alone."""
+    asked = Asked(("--config", config(folder, model, **COPIES)))
+    facts = workers.run(1, jobs.facts_of, asked, timeout_s=200)[0].value
+    return Walk(workers, asked, facts, 200)._replicas()
+
+
+def test_losses_of_copies_are_joined_as_the_step_says(workers: Workers, tmp_path: Path) -> None:
+    for model in ("Masked", "Added"):
+        row = over_copies(workers, tmp_path, model)
+        assert row.is_right, row
+        assert row.comparison is not None
+        assert max(row.comparison.gradient_error, row.comparison.loss_error) < 1e-5
+
+
+def test_copies_that_do_something_else_are_named(workers: Workers, tmp_path: Path) -> None:
+    row = over_copies(workers, tmp_path, "ByWorld")
+    assert not row.is_right
+    assert "what copies do not do alike: the step asks for its rank" in row.cause
+
+
+def test_devices_that_are_not_there_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["lightning-pipe", "check", "--config", config(tmp_path, "Right"), "--accelerator"]
+    monkeypatch.setattr(check_command, "Workers", None)
+    monkeypatch.setattr(check_command, "count_of", lambda kind: 1)
+    for accelerator, message in (
+        ("gpu", r"this machine has 1 such devices, and the check needs 2"),
+        ("tpu", "no backend moves its tensors between ranks; cpu, cuda, xpu work"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*asked, accelerator])
+        with pytest.raises(SystemExit, match=message):
+            cli.main()
 
 
 def test_what_the_strategy_is_told_cures_a_wrong_split(workers: Workers, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Processes that may die, hang or be stopped, and faults at a chosen action of a chosen stage.
 
 The processes are forked from one that has imported everything, so a job of two costs a fraction of
-a second. Each writes to a file of its own, and none may be left when a job is over.
+a second. Each writes to a file of its own, and none may be left when a job is over. A fault may be
+at any action: `python -m tests.faults.run` tries all of them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ import torch
 from tests import helpers
 from tests.runtime.models import Stage, cut, make_batch, make_model
 
+from lightning_pipe.planning.ir import Op
 from lightning_pipe.planning.schedules import make_schedule
-from lightning_pipe.runtime.engine import Engine
+from lightning_pipe.runtime import engine
 from lightning_pipe.runtime.patience import Patience
 from lightning_pipe.runtime.ranks import make_ranks
 from lightning_pipe.runtime.watchdog import guard
@@ -151,14 +154,8 @@ class Fault:
 
     def change(self, value: torch.Tensor) -> torch.Tensor:
         """Makes a wrong value of a right one."""
-        if self.kind == "shape":
-            return value[:1]
-        if self.kind == "dtype":
-            return value.float()
-        if self.kind == "nan":
-            return value * torch.nan
         self.happen()
-        return value
+        return {"shape": value[:1], "dtype": value.float()}.get(self.kind, value)
 
 
 class _InBackward(torch.autograd.Function):
@@ -174,7 +171,7 @@ class _InBackward(torch.autograd.Function):
 
 
 class Faulty(Stage):
-    """A stage with a fault at one of its actions."""
+    """A stage with a fault in a forward, in its own code, or in a whole backward, in autograd's."""
 
     fault = Fault("none", "")
     number = -1
@@ -188,18 +185,81 @@ class Faulty(Stage):
         return values
 
 
+class _Recorder(engine._Recorder):
+    """A fault at the start of half a backward, before it calls anything."""
+
+    fault = Fault("none", "")
+
+    def starts(self, action, values):
+        started = super().starts(action, values)
+        if action.op in (Op.INPUT, Op.WEIGHT) and str(action) == self.fault.action:
+            self.fault.happen()
+        return started
+
+
 def train(
-    fault: Fault, hang_timeout: float | str | None = "auto", num_ranks: int = 2, steps: int = 2
+    fault: Fault,
+    hang_timeout: float | str | None = "auto",
+    num_ranks: int = 2,
+    steps: int = 3,
+    schedule: str = "1f1b",
 ) -> dict[str, Any]:
-    """Trains a chain; the fault comes in the last step."""
-    schedule = make_schedule("1f1b", num_ranks=num_ranks, num_microbatches=4)
-    ranks = make_ranks(schedule.stage_to_rank, num_ranks)
-    engine = Engine(ranks, torch.device("cpu"))
+    """Trains a chain; the fault comes in the last step but one, so that all ranks wait for it."""
+    order = make_schedule(schedule, num_ranks=num_ranks, num_microbatches=4)
+    ranks = make_ranks(order.stage_to_rank, num_ranks)
+    runner = engine.Engine(ranks, torch.device("cpu"))
     model = make_model("chain")
-    with guard(ranks, engine.progress, Patience(hang_timeout)):
+    engine._Recorder = _Recorder
+    with guard(ranks, runner.progress, Patience(hang_timeout)):
         for step in range(steps):
             work = Faulty(model, ranks.position, cut(model, num_ranks), make_batch([2] * 4))
             work.number = ranks.position
-            work.fault = fault if step == steps - 1 else Fault("none", "")
-            engine.run(schedule, {ranks.position: work}, training=True)
+            work.fault = _Recorder.fault = fault if step == steps - 2 else Fault("none", "")
+            runner.run(order, {ranks.position: work}, training=True)
     return {"losses": work.losses}
+
+
+# ------------------------------------------------------------------ what has to be said
+
+
+def wrong(fault: Fault, ended: Sequence[Ended]) -> list[str]:
+    """What is not as it should be where a stage of `train` had a fault; nothing, if all is right.
+
+    All processes have ended in time and not with success, and each has said what it was and where.
+    """
+    stage, _, microbatch = re.split("([FBIW])", fault.action)
+    failing = len(ended) - 1 - int(stage)  # the last stage is on global rank 0
+    found = []
+    for rank, process in enumerate(ended):
+        who = f"rank {rank} of {fault}"
+        if process.returncode in (0, None):
+            found.append(f"{who} ended with {process.returncode}")
+        if process.seconds >= LIMIT_S:
+            found.append(f"{who} ended after {process.seconds:.1f} s")
+        if rank == failing and fault.kind in ("kill", "native"):
+            if process.returncode != -signal.SIGKILL:
+                found.append(f"{who} ended with {process.returncode}")
+            continue  # it can say nothing
+        for text in _texts(fault.kind, fault.action, microbatch, failing):
+            if not re.search(text, process.stderr):
+                found.append(f"{who} does not say {text!r}:\n{process.stderr}")
+    return found
+
+
+def _texts(kind: str, action: str, microbatch: str, rank: int) -> list[str]:
+    seen = rf"It was last seen where it runs {action}\b"
+    return {
+        "raise": [
+            "ValueError: the user's own text 42",
+            rf"action {action}, micro-batch {microbatch}\b",
+            rf"global rank {rank} failed|stage {action[0]}, rank \d, action {action}",
+        ],
+        "kill": [rf"global rank {rank} has died: its process \d+ ended without a word", seen],
+        "sleep": [
+            rf"no progress.*: the others wait for rank \d \(global rank {rank}\), which runs "
+            rf"{action}, .*, at happen, harness.py:",
+        ],
+        "native": [f"global rank {rank} does not answer", seen],
+        "shape": [r"gave '\w+' as \(1, 6\) float64; the next stage was told \(2, 6\)"],
+        "dtype": [r"gave '\w+' as \(2, 6\) float32; the next stage was told \(2, 6\) float64"],
+    }[kind]

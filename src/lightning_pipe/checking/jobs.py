@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +91,7 @@ def staged(rank: int, asked: Asked, facts: Facts, lay: Lay, precision: str) -> b
     found = over_stages(asked, facts, lay, precision)
     gathered: list[Any] = [None] * lay.processes
     if lay.processes > 1:
-        own = found.gradients, found.drawing, found.draws, found.loss
+        own = found.gradients, found.drawing, found.draws, (found.loss, found.weight)
         dist.gather_object(own, gathered if rank == 0 else None)
     if rank == 0:
         others = list(filter(None, gathered))
@@ -98,10 +99,19 @@ def staged(rank: int, asked: Asked, facts: Facts, lay: Lay, precision: str) -> b
             found.gradients |= gradients
             found.drawing |= drawing
             found.draws |= draws
-        if lay.copies > 1:  # each has the loss of its rows
-            found.loss = sum(loss for *_, loss in others) / len(others)
+        if lay.copies > 1:  # each has the loss of its rows, on all of its ranks
+            found.loss = _joined([loss for *_, loss in others], lay.num_ranks)
         _staged[:] = [found]
     return found.draws
+
+
+def _joined(losses: Sequence[tuple[float, Any]], times: int) -> float:
+    """The loss of all copies, of what each rank says: its loss and what that divides by."""
+    if losses[0][1] == "sum":
+        return sum(loss for loss, _ in losses) / times
+    weights = [1.0 if weight is None else float(weight) for _, weight in losses]
+    pairs = zip(losses, weights, strict=True)
+    return sum(loss * weight for (loss, _), weight in pairs if weight) / sum(weights)
 
 
 def judged(rank: int, asked: Asked, facts: Facts, lay: Lay, precision: str) -> Judged:

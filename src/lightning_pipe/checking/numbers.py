@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Numbers:
         drawing: Modules that draw random numbers, to whether from Python or NumPy too; the step
             itself is "". Empty where nobody looked.
         draws: Whether anything drew.
+        weight: What the step says that its loss divides by, or "sum".
     """
 
     loss: float
@@ -35,6 +37,7 @@ class Numbers:
     logged: dict[str, float] = field(default_factory=dict)
     drawing: dict[str, bool] = field(default_factory=dict)
     draws: bool = False
+    weight: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Capture(Callback):
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.loss = float("nan")
+        self.weight: Any = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Before anything is clipped."""
@@ -131,6 +132,7 @@ class Capture(Callback):
     ) -> None:
         """What the step returned."""
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        self.weight = outputs.get("loss_weight") if isinstance(outputs, Mapping) else None
         self.loss = float(loss.detach())
 
 
@@ -296,7 +298,8 @@ def _step(
         trainer.fit(module, **source)
     buffers = {n: b.detach().cpu().clone() for n, b in module.named_buffers() if not is_fake(b)}
     logged = {n: float(v) for n, v in trainer.callback_metrics.items() if v.numel() == 1}
-    return Numbers(capture.loss, capture.gradients, buffers, logged), module
+    numbers = Numbers(capture.loss, capture.gradients, buffers, logged, weight=capture.weight)
+    return numbers, module
 
 
 def _same(batch: Any) -> Any:

@@ -138,10 +138,13 @@ class Walk:
             exact, _ = self._judge(lay, "64-true")
             if exact is not None and exact.comparison.is_close:
                 return Row(name, True, found.comparison, f"rounding: {_again(exact)} in 64 bits")
-        (answer,) = self._run(1, jobs.why, lay, precision)
-        cause = answer.value if not answer.error else _raised("no cause was found", answer)
+        cause = _OF_THE_COPIES if lay.copies > 1 else self._why(lay, precision)
         worst = found.comparison.worst()
         return Row(name, False, found.comparison, remark, f"{worst}. {cause}")
+
+    def _why(self, lay: Lay, precision: str) -> str:
+        (answer,) = self._run(1, jobs.why, lay, precision)
+        return answer.value if not answer.error else _raised("no cause was found", answer)
 
     def _judge(self, lay: Lay, precision: str) -> tuple[jobs.Judged | None, str]:
         """The comparison, or why there is none."""
@@ -189,6 +192,14 @@ class Walk:
     def _run(self, num_ranks: int, job: Any, *rest: Any) -> list[Answer]:
         args = (self._asked, self._facts, *rest)
         return self._workers.run(num_ranks, job, *args, timeout_s=self._timeout_s)
+
+
+_OF_THE_COPIES = (
+    "One copy gives what one device gives (d), so it is what copies do not do alike: the step asks "
+    "for its rank or for the number of processes (global_rank, world_size), or its loss is no mean "
+    "over rows: where it divides by something else (valid tokens, a mask), return "
+    '{"loss": loss, "loss_weight": n} with the number that it divides by, for a sum "sum"'
+)
 
 
 def _near(one: float, other: float) -> bool:

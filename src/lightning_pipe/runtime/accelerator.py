@@ -37,6 +37,13 @@ def backend(device_type: str) -> str:
     return _BACKENDS[device_type]
 
 
+def count_of(device_type: str) -> int | None:
+    """Devices of a type that this machine has; None for the CPU, which any number may share."""
+    if device_type == "cpu":
+        return None
+    return int(getattr(torch, device_type).device_count())
+
+
 def mark(device: torch.device) -> Mark:
     """Notes the moment at which the device gets to here, without waiting for it."""
     if device.type == "cpu":

@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.plugins import MixedPrecision
 from tests import lit
 from tests.lit import run_ranks
 from torch import nn
@@ -319,91 +318,3 @@ def _finetuned(strategy):
 def test_layers_may_thaw_during_training():
     expected = run_ranks(1, _finetuned, None)[0]
     lit.assert_equal(run_ranks(2, _finetuned, {}), expected)
-
-
-class _Dtypes(lit.Lit):
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-        for unit in self.net:
-            unit.register_forward_hook(self.note)
-
-    def note(self, module, args, output):
-        if type(output.detach()) is torch.Tensor:
-            self.dtypes.add(output.dtype)
-
-
-def _mixed(strategy, precision):
-    pl.seed_everything(1, verbose=False)
-    module = _Dtypes()
-    x, y = lit.rows().tensors
-    dataset = torch.utils.data.TensorDataset(x.float(), y)
-    trainer = lit.trainer(strategy, lit.world(), precision=precision)
-    trainer.fit(module, DataLoader(dataset, batch_size=8))
-    return module.dtypes, {p.dtype for p in module.parameters()}, lit.outcome(module, trainer)
-
-
-@pytest.mark.parametrize(
-    ("precision", "computed", "kept"),
-    [
-        ("32-true", torch.float32, torch.float32),
-        ("bf16-mixed", torch.bfloat16, torch.float32),
-        ("bf16-true", torch.bfloat16, torch.bfloat16),
-    ],
-)
-def test_every_stage_computes_in_the_precision_of_the_trainer(precision, computed, kept):
-    expected = run_ranks(1, _mixed, None, precision)[0][-1]
-    for dtypes, weights, result in run_ranks(2, _mixed, {}, precision):
-        assert (dtypes, weights) == ({computed}, {kept})
-        tolerance = 1e-5 if computed is torch.float32 else 2e-2
-        lit.assert_equal([result], expected, tolerance)
-
-
-class _Overflow(lit.Lit):
-    """A gradient of an early layer overflows in the second step."""
-
-    def __init__(self):
-        super().__init__()
-        self.scales, self.moved = [], []
-        self.before = None
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.before = [
-            p.detach().clone() for p in self.parameters() if type(p.data) is torch.Tensor
-        ]
-
-    def on_after_backward(self):
-        gradient = self.net[0][0].weight.grad
-        if self.trainer.fit_loop.total_batch_idx == 1 and gradient is not None:
-            gradient.fill_(float("inf"))
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
-        now = [p for p in self.parameters() if type(p.data) is torch.Tensor]
-        self.moved.append(any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True)))
-
-
-def _overflowed(strategy):
-    pl.seed_everything(1, verbose=False)
-    module = _Overflow()
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    x, y = lit.rows().tensors
-    trainer = lit.trainer(
-        strategy,
-        lit.world(),
-        precision=None,
-        plugins=[plugin],
-        gradient_clip_val=0.5,
-    )
-    trainer.fit(module, DataLoader(torch.utils.data.TensorDataset(x.float(), y), batch_size=8))
-    return module.scales, module.moved, plugin.scaler is scaler, lit.outcome(module, trainer)
-
-
-def test_an_overflow_in_one_stage_skips_the_step_of_all():
-    _, _, _, expected = run_ranks(1, _overflowed, None)[0]
-    for scales, moved, restored, result in run_ranks(2, _overflowed, {}):
-        assert scales == [65536.0] + [32768.0] * 4
-        assert moved == [True, False, True, True, True]
-        assert restored
-        lit.assert_equal([result], expected, 2e-2)

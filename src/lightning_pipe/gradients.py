@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_pipe.runtime._torch import SharedScaler
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 
@@ -146,7 +146,7 @@ def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callab
     if own is None or ranks.world_size == 1:
         return None
     group = ranks.pipeline_group if ranks.copies is None else dist.group.WORLD
-    shared = ShardedGradScaler(device.type, process_group=group)
+    shared = SharedScaler(device.type, process_group=group)
     shared.load_state_dict(own.state_dict())
     precision.scaler = shared
 

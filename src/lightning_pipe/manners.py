@@ -14,6 +14,13 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -126,6 +133,36 @@ def refuse_tuners(callbacks: Iterable[Callback]) -> None:
                 "the whole model and its optimizer in one process. Run it before, on one device "
                 "(`Tuner(Trainer(devices=1)).lr_find(model)` or `.scale_batch_size(model)`), and "
                 "train with what it found"
+            )
+
+
+#: what one device runs with and a pipeline cannot, and why
+_PRECISIONS: dict[type[Precision], str] = {
+    TransformerEnginePrecision: (
+        "at the end of its fp8_autocast, Transformer Engine reduces the scales of all layers that "
+        "ran over all processes, but each stage has other layers and ends it once for each "
+        "micro-batch"
+    ),
+    BitsandbytesPrecision: (
+        "bitsandbytes quantizes a weight when its module is moved to the GPU, but a stage moves "
+        "the tensors of its own layers only"
+    ),
+    DeepSpeedPrecision: "it calls the engine of Lightning's DeepSpeedStrategy",
+    XLAPrecision: "it is that of Lightning's XLAStrategy",
+}
+
+
+def refuse_precision(plugin: Any) -> None:
+    """Refuses precision plug-ins that cannot work over stages or micro-batches.
+
+    Raises:
+        ConfigError: With the reason and the alternative.
+    """
+    for kind, reason in _PRECISIONS.items():
+        if isinstance(plugin, kind):
+            raise ConfigError(
+                f"{type(plugin).__name__} in a pipeline: {reason}. Use precision='bf16-mixed' or "
+                "'bf16-true' (or 16-mixed, 16-true, 32-true, 64-true), or one device"
             )
 
 

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import ConfigError, PeerError
 from lightning_pipe.layout import Layout
+from lightning_pipe.manners import refuse_precision
 from lightning_pipe.replicas import (
     Reduction,
     check_group,
@@ -168,6 +169,17 @@ class PipelineProcesses(ParallelStrategy):
         return self._num_processes_of_job // self._pipeline_layout.num_ranks
 
     @property
+    def _passes_through(self) -> bool:
+        """Whether there is nothing to do: one rank, one stage, no micro-batches asked for."""
+        layout = self._pipeline_layout
+        return (
+            layout.num_stages == 1
+            and self._num_copies == 1
+            and layout.num_microbatches is None
+            and layout.activation_checkpointing in ("auto", "none")
+        )
+
+    @property
     def process_group_backend(self) -> str | None:
         """Backend of the default process group."""
         return self._process_group_backend
@@ -203,6 +215,8 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._layout = self._make_layout()
+        if not self._passes_through:
+            refuse_precision(self.precision_plugin)
         if self._num_processes_of_job > 1:
             self._launcher = seam.make_launcher(
                 self,

@@ -319,17 +319,6 @@ class PipelineStrategy(PipelineReadings):
                 *agree_while_fitting(trainer, ranks, has_hooks=has_hooks),
             ]
 
-    @property
-    def _passes_through(self) -> bool:
-        """Whether there is nothing to do: one rank, one stage, no micro-batches asked for."""
-        layout = self._pipeline_layout
-        return (
-            layout.num_stages == 1
-            and self._num_copies == 1
-            and layout.num_microbatches is None
-            and layout.activation_checkpointing in ("auto", "none")
-        )
-
     @override
     def optimizer_step(
         self,

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, schedules
 
 STAGE_METHODS = {
@@ -46,6 +47,11 @@ def test_lowering_and_runtime_have_their_signatures():
     assert "return_outputs" in parameters(schedules._PipelineScheduleRuntime._step_microbatches)
     assert "scale_grads" in parameters(schedules.PipelineScheduleMulti.__init__)
     assert parameters(distributed_c10d._get_default_store) == []
+
+
+def test_a_scaler_looks_for_overflows_of_fused_optimizers_where_ours_does():
+    assert parameters(ShardedGradScaler._check_inf_per_device) == ["optimizer"]
+    assert "self._check_inf_per_device(optimizer)" in inspect.getsource(ShardedGradScaler.step)
 
 
 def test_what_the_runtime_reads_of_a_stage_is_what_ours_sets():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -299,3 +300,17 @@ def total_norm_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
     finally:
         for place, name in places:
             setattr(place, name, own)
+
+
+class SharedScaler(ShardedGradScaler):
+    """A loss scaler of which all processes of a group skip the same steps.
+
+    torch's own asks the others only where it unscales. A fused optimizer unscales by itself, and
+    would be told of the gradients of its process alone.
+    """
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = super()._check_inf_per_device(optimizer)
+        for found_inf in found.values():  # a kernel compares with 1
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
+        return found

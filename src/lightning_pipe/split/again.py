@@ -66,8 +66,10 @@ class Again:
         known = self._buffers.get(unit, there)  # which of them change, the first run tells
         before = [(name, there[name][0].clone()) for name in known if name in there]
 
+        dtype = torch.get_default_dtype()  # half precision sets it around a step's forward only
+
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), _Second(self, unit, before, given)
+            return nullcontext(), _Second(self, unit, before, given, dtype)
 
         out = checkpoint(
             function,
@@ -124,11 +126,13 @@ class _Second(AbstractContextManager[None]):
         unit: str,
         before: Sequence[tuple[str, Tensor]],
         given: Sequence[tuple[Tensor, int]],
+        dtype: torch.dtype,
     ) -> None:
         self._again = again
         self._unit = unit
         self._before = before
         self._given = given
+        self._dtype = dtype
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> None:
@@ -141,6 +145,8 @@ class _Second(AbstractContextManager[None]):
         root = self._again.root
         with ExitStack() as stack:
             stack.enter_context(self._again.random_preserved())
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
             stack.enter_context(attributes(silent_talk(root, lambda _: None)))
             for name, value in self._before:
                 owner, _, last = name.rpartition(".")

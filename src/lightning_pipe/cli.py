@@ -107,6 +107,7 @@ def _find_classes_here() -> None:
 def train() -> Any:
     """LightningCLI: model and data by class path, the trainer by its arguments."""
     _find_classes_here()
+    _refuse_unreadable(sys.argv[1:])
     from lightning.pytorch.cli import LightningCLI
 
     return LightningCLI(
@@ -117,6 +118,18 @@ def train() -> Any:
             "epilog": "Also: check, consolidate, debug-merge, doctor, draw, link and plan",
         },
     )
+
+
+def _refuse_unreadable(arguments: Sequence[str]) -> None:
+    """Ends with the name of a config file that is no text: of it, jsonargparse says but a byte."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name = argument.removeprefix("--config=") if "=" in argument else argument
+        is_config = argument.startswith("--config=") or before in ("--config", "-c")
+        if is_config and Path(name).is_file():
+            try:
+                Path(name).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                sys.exit(f"lightning-pipe: the config {name} is no text in UTF-8: {error}")
 
 
 def doctor(arguments: Sequence[str]) -> None:

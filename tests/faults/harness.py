@@ -16,8 +16,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from lightning_pipe.runtime import engine
 from lightning_pipe.runtime.patience import Patience
 from lightning_pipe.runtime.ranks import make_ranks
 from lightning_pipe.runtime.watchdog import guard
+from lightning_pipe.split.ends import StepResult
+from lightning_pipe.split.program import StageProgram
 
 LIMIT_S = 30.0  # within which every process has to end after a fault
 _PRELOADED = ["torch", "lightning.pytorch", "lightning_pipe", "tests.helpers", "tests.lit"]
@@ -155,7 +159,11 @@ class Fault:
     def change(self, value: torch.Tensor) -> torch.Tensor:
         """Makes a wrong value of a right one."""
         self.happen()
-        return {"shape": value[:1], "dtype": value.float()}.get(self.kind, value)
+        if self.kind == "shape":
+            return value[:1]
+        if self.kind == "nan":
+            return value * torch.nan
+        return value.float() if self.kind == "dtype" else value
 
 
 class _InBackward(torch.autograd.Function):
@@ -185,6 +193,27 @@ class Faulty(Stage):
         return values
 
 
+@contextmanager
+def in_step(fault: Fault, step: int, num_microbatches: int, patch: Any) -> Iterator[None]:
+    """A fault in what a stage makes, in one step of a `Trainer` that does nothing but train."""
+    own, calls = StageProgram.run, Counter[tuple[int, bool]]()
+
+    def run(self, *args, **kwargs):
+        number = calls[self.stage, self.is_last]  # the tail on the whole batch is stage 1, too
+        calls[self.stage, self.is_last] += 1
+        made = own(self, *args, **kwargs)
+        at = number // num_microbatches + 1, f"{self.stage}F{number % num_microbatches}"
+        if at != (step, fault.action):
+            return made
+        if isinstance(made, StepResult):
+            return replace(made, value=fault.change(made.value))
+        return tuple(map(fault.change, made))
+
+    with patch.context() as changed:
+        changed.setattr(StageProgram, "run", run)
+        yield
+
+
 class _Recorder(engine._Recorder):
     """A fault at the start of half a backward, before it calls anything."""
 
@@ -212,11 +241,11 @@ def train(
     engine._Recorder = _Recorder
     with guard(ranks, runner.progress, Patience(hang_timeout)):
         for step in range(steps):
-            work = Faulty(model, ranks.position, cut(model, num_ranks), make_batch([2] * 4))
-            work.number = ranks.position
-            work.fault = _Recorder.fault = fault if step == steps - 2 else Fault("none", "")
-            runner.run(order, {ranks.position: work}, training=True)
-    return {"losses": work.losses}
+            stage = Faulty(model, ranks.position, cut(model, num_ranks), make_batch([2] * 4))
+            stage.number = ranks.position
+            stage.fault = _Recorder.fault = fault if step == steps - 2 else Fault("none", "")
+            runner.run(order, {ranks.position: stage}, training=True)
+    return {"losses": stage.losses}
 
 
 # ------------------------------------------------------------------ what has to be said

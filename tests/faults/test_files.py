@@ -1,13 +1,17 @@
-"""Damaged plans, costs and schedules are errors that name the file, and run no code."""
+"""Damaged plans, costs, schedules and configs are errors that say what is wrong; no code runs."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
+import lightning.pytorch as pl
 import pytest
 import yaml
+from tests.test_cli import ARGUMENTS, by_class_path, config
 
-from lightning_pipe import PipelineStrategy
+from lightning_pipe import PipelineStrategy, cli
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.planning.costs import CostTable, LinkCosts, UnitCosts
 from lightning_pipe.planning.plan import Plan, StagePlan
@@ -63,3 +67,66 @@ def test_a_damaged_file_is_refused_by_name_or_says_something_else_that_is_legal(
     assert refused >= 25
     assert any(name in message for message in messages)
     assert [path.name for path in tmp_path.iterdir()] == [name], "no code of the file ran"
+
+
+class _Reached(Exception):
+    """A config that is legal, as one is whose last lines are missing, gets to its training."""
+
+
+def _never(*args, **kwargs):
+    raise AssertionError("a process was started")
+
+
+def _trains(*args, **kwargs):
+    raise _Reached
+
+
+def damaged_configs(text):
+    """With a part of what has to be said of each; "" where it may be legal."""
+    for end in range(0, len(text), len(text) // 8):
+        yield text[:end].encode(), ""
+    changed = {
+        ("num_microbatches", "num_microbatch"): "num_microbatch",
+        ("max_epochs", "max_epoch"): "max_epoch'",
+        ("num_microbatches: 4", "num_microbatches: four"): "four",
+        ("num_microbatches: 4", "num_microbatches: -4"): "num_microbatches=-4",
+        ("pipe.PipelineStrategy", "pipe.PipeStrategy"): "PipeStrategy",
+        ("toy.Toy\n", "toy.Nobody\n"): "Nobody",
+        ("  accelerator", "\taccelerator"): "Problems parsing config",
+        ("devices: 2", "devices: two"): "devices",
+    }
+    for (old, new), said in changed.items():
+        assert old in text
+        yield text.replace(old, new).encode(), said
+    yield b"\x00\xff\xfe" + text.encode(), "fit.yaml is no text in UTF-8"
+    yield text.encode() + b"more: !!python/object/apply:os.mkdir ['made']\n", "os.mkdir"
+    yield b"- 1\n- 2\n", "Unexpected config"
+
+
+@pytest.mark.filterwarnings("ignore")  # LightningCLI's and Lightning's advice
+def test_a_damaged_config_ends_fit_with_its_cause_before_any_process_starts(
+    tmp_path, monkeypatch, capsys
+):
+    file = config(tmp_path, by_class_path(**ARGUMENTS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", _never)
+    monkeypatch.setattr(pl.Trainer, "fit", _trains)
+    monkeypatch.setattr(sys, "argv", ["lightning-pipe", "fit", "--config", file])
+    with pytest.raises(_Reached):
+        cli.main()
+    text = (tmp_path / "fit.yaml").read_text()
+    refused = 0
+    for data, said in damaged_configs(text):
+        (tmp_path / "fit.yaml").write_bytes(data)
+        with pytest.raises((SystemExit, ValueError, TypeError, _Reached)) as caught:
+            cli.main()
+        error = caught.value
+        told = f"{error} {capsys.readouterr().err}"
+        if isinstance(error, _Reached):
+            assert not said, data
+            continue
+        refused += 1
+        assert not isinstance(error, SystemExit) or error.code not in (0, None)
+        assert said in told, told
+    assert refused >= 15
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.yaml"], "no code of the file ran"

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from tests import lit
+from tests.faults.harness import Fault, in_step
 from tests.runtime.models import Stage, cut, make_batch, make_model
 from torch.utils.data import DataLoader
 
@@ -129,6 +130,26 @@ def test_what_would_be_wrong_is_said():
         assert where in text
     assert "the loss of micro-batch 1 is not finite" in first["unit"][0]
     assert "the loss of micro-batches 0, 1 is not finite" in first["tail"][0]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.parametrize("action", ["0F0", "1F2", "2F3", "3F1"])
+def test_a_nan_in_any_action_is_named_with_its_stage_and_micro_batch(action, monkeypatch):
+    layout = {"virtual_stages": 4, "num_microbatches": 4, "schedule": "interleaved_1f1b"}
+    trainer = lit.trainer(layout, 1, max_steps=3)
+    with (
+        in_step(Fault("nan", action), 2, 4, monkeypatch),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        trainer.fit(lit.seeded(lit.Lit), DataLoader(lit.rows(), batch_size=8))
+    (text,) = [str(w.message) for w in said if "not finite" in str(w.message)]
+    stage, microbatch = action.split("F")
+    assert f"the loss of micro-batch {microbatch} is not finite" in text
+    if stage == "3":  # what it gives is the loss
+        assert "comes from the last stage or the loss" in text
+    else:
+        assert f"the first such value is among what stage {stage} gives the next" in text
 
 
 class Writing(Stage):

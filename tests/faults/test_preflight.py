@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -109,6 +110,7 @@ def differ(folder):
         "clip": ({}, {"gradient_clip_val": 1.0 + rank}, ""),
         "code": ({}, {}, "the_users"),
         "plan": ({"plan": plans[rank]}, {}, ""),
+        "cut": ({"plan": f"{folder}/cut-{rank}.yaml"}, {}, ""),
         "csv": ({"schedule": schedules[rank], "num_microbatches": 4}, {}, ""),
         "same csv": ({"schedule": schedules[rank], "num_microbatches": 2}, {}, ""),
     }.items():
@@ -131,6 +133,10 @@ def test_ranks_that_do_not_run_the_same_are_told_what_differs_before_they_start(
         stages = tuple(StagePlan(s, 1 - s, "net.0", "net.6", 3 + s, 1, 4, 1, 1, 1) for s in (0, 1))
         plan = Plan(stages, name, 2, 1, 4, "flops", 0.2, ())
         (tmp_path / f"plan-{rank}.yaml").write_text(yaml.safe_dump(plan.to_dict()))
+        # an older version of the same plan: only its cut is another
+        stages = tuple(replace(s, num_units=4 + (s.stage + rank) % 2) for s in stages)
+        plan = replace(plan, stages=stages, schedule_name="1f1b")
+        (tmp_path / f"cut-{rank}.yaml").write_text(yaml.safe_dump(plan.to_dict()))
     for found in lit.run_ranks(2, differ, str(tmp_path)):
         start = "ConfigError: the ranks do not run the same: "
         assert found["M"] == (
@@ -140,6 +146,7 @@ def test_ranks_that_do_not_run_the_same_are_told_what_differs_before_they_start(
         assert f"{start}gradient_clip_val (of Trainer) is 1.0 on rank 0, 2.0 " in found["clip"]
         assert f"{start}the file of the_users is sha256 " in found["code"]
         assert "schedule (of PipelineStrategy) is '1f1b' on rank 0, 'gpipe' on" in found["plan"]
+        assert f"{start}balance (of PipelineStrategy) is (4, 5) on rank 0, (5, " in found["cut"]
         assert f"{start}schedule (of PipelineStrategy) is 'a file of sha256 " in found["csv"]
         assert "same csv" not in found
 

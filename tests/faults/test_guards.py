@@ -12,7 +12,7 @@ from tests.runtime.models import Stage, cut, make_batch, make_model
 from torch.utils.data import DataLoader
 
 from lightning_pipe import guards
-from lightning_pipe.errors import GuardError
+from lightning_pipe.errors import CutError, GuardError
 from lightning_pipe.planning.schedules import make_schedule
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import make_ranks
@@ -150,6 +150,48 @@ def test_a_nan_in_any_action_is_named_with_its_stage_and_micro_batch(action, mon
         assert "comes from the last stage or the loss" in text
     else:
         assert f"the first such value is among what stage {stage} gives the next" in text
+
+
+class _OtherWay(lit.Lit):
+    """From its second batch on it reads, late, what an early unit gives: nobody sends that."""
+
+    reader = ""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def loss(self, batch):
+        x, y = batch
+        early = hidden = self.net[0](x)
+        for block in self.net[1:-1]:
+            hidden = block(hidden)
+        late = self.trainer.global_step > 0
+        if late and self.reader == "glue":
+            hidden = hidden + early
+        logits = self.net[-1](early if late and self.reader == "unit" else hidden)
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        if late and self.reader == "log":
+            self.log("early", early.mean())
+        return early.mean() if late and self.reader == "loss" else loss
+
+
+POISONED = {
+    "unit": r"unit 'net.6' \(stage 2\) reads a tensor of shape .* that another stage computes",
+    "glue": r"unit 'net.6' \(stage 2\) reads a tensor .* that the trace did not see",
+    "loss": r"stage 2: the step returns a tensor that another stage computes",
+    "log": r"stage 2: self.log\('early'\) reads a tensor that another stage computes",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.parametrize("reader", POISONED)
+def test_a_value_that_nobody_sent_is_no_number(reader):
+    trainer = lit.trainer({"virtual_stages": 3, "num_microbatches": 2}, 1, max_steps=3)
+    module = lit.seeded(_OtherWay)
+    module.reader = reader
+    with pytest.raises(CutError, match=POISONED[reader]):
+        trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
+    assert trainer.global_step == 1
 
 
 class Writing(Stage):

@@ -190,7 +190,9 @@ class MicrobatchRun:
         if any(is_foreign(t) for t in tensors(value)):
             raise CutError(
                 f"stage {self.program.stage}: {what} a tensor that another stage computes and that "
-                "the trace did not see being used here."
+                "the trace did not see being used here: the step went another way than when it was "
+                "traced. Let its batch, random numbers or modes decide, and nothing else that "
+                "changes from step to step"
             )
 
     def _outputs(self) -> tuple[Tensor, ...]:

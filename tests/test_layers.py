@@ -76,6 +76,7 @@ ORDER = list(LAYERS)
 SEAMS = {
     "runtime/_torch.py": {"torch"},
     "split/_fake.py": {"torch"},
+    "split/compiled.py": {"torch"},
     "split/recompute.py": {"torch"},
     "split/tree.py": {"torch"},  # torch's pytree
     "_loops.py": {"lightning"},

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.home import CutStep, Home, buffers_outside, changing_places
+from lightning_pipe.split.compiled import CompiledUnits
 from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.memo import UnitMemo
@@ -39,9 +40,17 @@ class Cuts:
         module: The user's module.
         position: This rank's.
         device_type: Where its stages live.
+        compiled: Compiles its units, if that is asked for.
     """
 
-    def __init__(self, module: nn.Module, position: int, device_type: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        position: int,
+        device_type: str,
+        compiled: CompiledUnits | None = None,
+    ) -> None:
+        self._compiled = compiled
         self._module = module
         self._position = position
         self._device_type = device_type
@@ -199,6 +208,7 @@ class Cuts:
                     watch=unproven is not None or restless,
                     again=home.again,
                     generators=self.generators,
+                    compiled=self._compiled,
                 )
         return prepared
 

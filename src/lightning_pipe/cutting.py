@@ -37,6 +37,7 @@ from lightning_pipe.split.again import repeatable_calls
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
 from lightning_pipe.split.blueprint import Blueprint
+from lightning_pipe.split.compiled import CompiledUnits
 from lightning_pipe.split.copies import copied_names, find_copies, other_names
 from lightning_pipe.split.ends import Skipped
 from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
@@ -90,7 +91,8 @@ class PipelineCuts:
         self.blueprint: Blueprint | None = None
         self.conditions = Conditions(module, ranks)
         self._context = context
-        self._cuts = Cuts(module, ranks.position, device.type)
+        compiled = CompiledUnits(layout.compile)
+        self._cuts = Cuts(module, ranks.position, device.type, compiled)
         self._ways = Ways()
         self._home: Home | None = None
         self._known: dict[str, nn.Parameter] = {}

@@ -37,6 +37,7 @@ class Layout:
         split_batch: What the user says about keys of the batch (:mod:`lightning_pipe.split.rows`).
         batchnorm: When running statistics are updated (:mod:`lightning_pipe.statistics`).
         microbatch_size: Rows of a micro-batch, where steps draw M of them; None: M splits a batch.
+        compile: Arguments of `torch.compile` for every unit; None compiles nothing.
         plan: The file's plan that the other values are from, if any.
         costs: Measured costs of the units, if any.
         chunks_are_free: Whether V is decided on the traced step (:mod:`lightning_pipe.decide`).
@@ -52,6 +53,7 @@ class Layout:
     split_batch: Mapping[str, Rule] = field(default_factory=dict)
     batchnorm: str = "micro-batch"
     microbatch_size: int | None = None
+    compile: Mapping[str, Any] | None = None
     plan: Plan | None = None
     costs: CostTable | None = None
     chunks_are_free: bool = False

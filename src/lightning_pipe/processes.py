@@ -177,6 +177,7 @@ class PipelineProcesses(ParallelStrategy):
             and self._num_copies == 1
             and layout.num_microbatches is None
             and layout.activation_checkpointing in ("auto", "none")
+            and layout.compile is None
         )
 
     @property

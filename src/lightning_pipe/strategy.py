@@ -63,6 +63,7 @@ from lightning_pipe.sharded import (
     refuse_io,
 )
 from lightning_pipe.split._fake import run_eagerly
+from lightning_pipe.split.compiled import check_options
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.rng import preserved
 from lightning_pipe.split.snapshot import unchanged
@@ -111,6 +112,8 @@ class PipelineStrategy(PipelineReadings):
         activation_checkpointing: Which units keep their inputs only and run again for the backward:
             "auto" (as few as fit the memory of the device), "none", "all", a number k (every k-th
             unit), or the names of classes.
+        compile: Whether units are compiled, each by itself: True, a mode of ``torch.compile``, or a
+            dict of its arguments.
         plan: A file that `lightning-pipe plan` wrote; it decides stages, micro-batches, schedule
             and cuts.
         costs: A file that `lightning-pipe plan --measure cpu --save-costs FILE` wrote: stages are
@@ -166,6 +169,7 @@ class PipelineStrategy(PipelineReadings):
         split_batch: dict[str, int | str | None] | None = None,
         batchnorm: str = "micro-batch",
         activation_checkpointing: str | int | list[str] = "auto",
+        compile: bool | str | dict[str, Any] = False,
         plan: str | None = None,
         costs: str | None = None,
         restore_model: str = "auto",
@@ -191,6 +195,7 @@ class PipelineStrategy(PipelineReadings):
             "split_batch": dict(split_batch or {}),
             "batchnorm": batchnorm,
             "activation_checkpointing": checkpointing_of(activation_checkpointing),
+            "compile": check_options(compile),
             "costs": None if costs is None else read_costs(costs),
         }
         if plan is not None:

@@ -21,6 +21,7 @@ from lightning_pipe.split._fake import (
     inside_step,
 )
 from lightning_pipe.split.again import Again, repeatable_calls
+from lightning_pipe.split.compiled import CompiledUnits
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.generators import generators_of
@@ -54,6 +55,7 @@ class StageProgram:
         watch: Check all that the stage does against the trace, which was derived and may be wrong.
         again: Units that keep their inputs only and run again for the backward, where they can.
         generators: Of the module, where they are known.
+        compiled: Makes forwards of units that are compiled.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StageProgram:
         watch: bool = False,
         again: AbstractSet[str] = frozenset(),
         generators: tuple[Generator, ...] | None = None,
+        compiled: CompiledUnits | None = None,
     ) -> None:
         self.stage = stage
         self.watch = watch
@@ -100,6 +103,9 @@ class StageProgram:
         self.opens_encoders = any(True for _ in opened_encoders(root, modules))
         in_units = tuple(name + "." for name in names)
         owned = set(cut.units_of(stage))
+        compiled = compiled or CompiledUnits(None)
+        #: what makes its units run compiled
+        self.compiled = compiled.replacements(root, sorted(owned), sorted(self.trace.drawing))
         self.numbers = {
             unit: [pair for pair in self.trace.changed_attributes if _is_in(pair[0], unit)]
             for unit in self.trace.unit_names

@@ -104,6 +104,7 @@ class MicrobatchRun:
             with ExitStack() as stack:
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(program.asking))
+                stack.enter_context(attributes(program.compiled))
                 stack.enter_context(attributes(self.streams.replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 if (program.needs_mode or self._record) and program.opens_encoders:
@@ -177,7 +178,8 @@ class MicrobatchRun:
         inner = Regions(lambda: True, replay=self._replay)
 
         def replay(*args: Any, **kwargs: Any) -> Any:
-            with self.streams.again(counts, units), inner.watched():
+            compiled = attributes(self.program.compiled)
+            with compiled, self.streams.again(counts, units), inner.watched():
                 return function(*args, **kwargs)
 
         return replay

@@ -37,6 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "tail": {"torch", "torchmetrics", "numpy"},
     "iterated": {"torch"},
     "guards": {"torch", "numpy"},
+    "synced": {"torch"},
     "work": {"torch"},
     "whole": {"torch"},
     "sameness": set(),

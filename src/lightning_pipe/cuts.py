@@ -51,6 +51,8 @@ class Cuts:
         compiled: CompiledUnits | None = None,
     ) -> None:
         self._compiled = compiled
+        #: whether a trace may be made of others, and be tried
+        self.derives = True
         self._module = module
         self._position = position
         self._device_type = device_type
@@ -93,9 +95,10 @@ class Cuts:
             self._cuts.move_to_end(key)
             return self._cuts[key]
         family = self._family(state, batch)
-        derived = family.derive(batch.sizes)
+        derived = family.derive(batch.sizes) if self.derives else None
         if derived is None:
-            seen = trace(self.memo if family.is_trusted(batch.sizes) else None)
+            trusted = self.derives and family.is_trusted(batch.sizes)
+            seen = trace(self.memo if trusted else None)
             cut, placement = lay(seen, home, training=state[1])
             step = self._prepared(
                 cut,

@@ -333,7 +333,8 @@ def _on_value(hooks: Hooks, func: Any, args: Any) -> Any:
 
 def _deepcopy(hooks: Hooks, func: Any, args: Any) -> Any:
     tensor, memo = args
-    if not is_fake(tensor):
+    is_buffer = not isinstance(tensor, nn.Parameter) and hooks.parts.find(tensor) is not None
+    if not is_fake(tensor) and not is_buffer:  # a buffer of another stage has data, but not its own
         return func(tensor, memo)
     if id(tensor) not in memo:
         value = hooks.whole(tensor).detach().clone()

@@ -29,7 +29,6 @@ from torchmetrics import Metric
 from lightning_pipe import _lightning as seam
 from lightning_pipe.errors import CheckpointError, ConfigError
 from lightning_pipe.planning.plan import Plan
-from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split._fake import is_fake
 
 
@@ -168,27 +167,6 @@ def refuse_precision(plugin: Any) -> None:
                 f"{type(plugin).__name__} in a pipeline: {reason}. Use precision='bf16-mixed' or "
                 "'bf16-true' (or 16-mixed, 16-true, 32-true, 64-true), or one device"
             )
-
-
-def refuse_synced_norms(strategy: Any, module: LightningModule, ranks: Ranks) -> None:
-    """Refuses batch norms that take their statistics from all processes.
-
-    Raises:
-        ConfigError: With the reason and the alternative.
-    """
-    if ranks.world_size == 1:
-        return
-    asked = seam.syncs_batch_norms(strategy) and ranks.copies is not None
-    names = [n for n, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
-    if asked or names:
-        found = "Trainer(sync_batchnorm=True)" if asked else f"SyncBatchNorm ({names[0]})"
-        raise ConfigError(
-            f"{found}: a batch norm is called once for each micro-batch, and would have to wait "
-            "for the same micro-batch in every copy of the pipeline, in the forward and in the "
-            "backward. Use micro-batches that are large enough, "
-            "PipelineStrategy(batchnorm='deferred') for running statistics of whole batches, or "
-            "GroupNorm"
-        )
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

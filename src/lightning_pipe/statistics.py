@@ -118,6 +118,10 @@ class DeferredStatistics:
             for m in (noted.moments,)
         ]
 
+    def put(self, noted: Sequence[Noted]) -> None:
+        """Puts in what was noted elsewhere."""
+        self._noted += noted
+
     def finish(self, others: Sequence[Noted] = ()) -> None:
         """Updates the statistics, for each call of a batch norm once.
 

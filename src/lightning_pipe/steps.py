@@ -40,6 +40,7 @@ from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.signature import signature
 from lightning_pipe.statistics import DeferredStatistics, Noted
+from lightning_pipe.synced import SyncedNorms
 from lightning_pipe.tail import Tail, Traces
 from lightning_pipe.whole import WholeTail
 from lightning_pipe.work import Context, StageOfStep, StepRun, Trial
@@ -58,6 +59,7 @@ class Pipeline(PipelineCuts):
             copy of the pipeline.
         reduction: How gradients are reduced over the copies.
         follows_hooks: Whether code of the user runs before steps, which may need other ranks.
+        synced: Batch norms that are those of all copies.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Pipeline(PipelineCuts):
         seed: int,
         reduction: Reduction | None = None,
         follows_hooks: bool = False,
+        synced: SyncedNorms | None = None,
     ) -> None:
         super().__init__(module, layout, ranks, device, context=context)
         self.tail = Tail(module, metric_sync(ranks))
@@ -88,6 +91,8 @@ class Pipeline(PipelineCuts):
         copy = ranks.data_parallel_rank
         self._seed = mix(seed, copy) if copy else seed
         self._follows_hooks = follows_hooks
+        self._synced = synced if synced else None
+        self._cuts.derives = self._synced is None  # a cut that is tried may send other than copies
         self._schedules: dict[Any, Schedule] = {}
         self._preflight = Preflight(ranks)
         self._guards = Guards(module, ranks, device)
@@ -135,6 +140,9 @@ class Pipeline(PipelineCuts):
             training,
             loss_scale,
         )
+        if self._synced is not None and training:
+            step = replace(step, synced=self._synced)
+            self._synced.agree(self.copies, step.cuts)
         unproven = [cut for cut in step.cuts if cut.unproven is not None or cut.restless]
         if unproven:
             open_to = next((cut.cut.trace.units for cut in unproven if cut.restless), None)
@@ -157,6 +165,8 @@ class Pipeline(PipelineCuts):
         with self._context(name):  # numbers become tensors of the type that they have in the step
             traces = self._carry(with_output=share_output, training=training)
         if stash is not None:
+            if step.synced is not None:
+                step.synced.compare(self.copies, traces.correction)
             stash.correct(traces.correction)
         return traces.output, stash
 
@@ -175,6 +185,8 @@ class Pipeline(PipelineCuts):
             ]
             if not self._ways.vary(state[:2]):  # which the traces may have shown
                 return cuts
+        if self._synced is not None:
+            self._synced.refuse_ways()
         return self._own_ways(state, pieces, rest, key, training=training)
 
     def _execute(self, step: StepRun) -> tuple[StepRun, GradientStash | None]:
@@ -201,7 +213,8 @@ class Pipeline(PipelineCuts):
         start_s = time.perf_counter()
         collected = stash.collect() if stash is not None else nullcontext()
         noted = nullcontext() if step.statistics is None else step.statistics.step()
-        with collected, noted, preserved(self.device.type, self._cuts.generators):
+        synced = nullcontext() if step.synced is None else step.synced.running()
+        with collected, synced, noted, preserved(self.device.type, self._cuts.generators):
             self.spans = self.engine.run(schedule, stages, training=step.training)
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule
@@ -251,6 +264,8 @@ class Pipeline(PipelineCuts):
         return [name for name, _ in self._batch_norms if f"{name}.".startswith(shared)]
 
     def _update_statistics(self, statistics: DeferredStatistics) -> None:
+        if self._synced is not None:
+            self._synced.join(self.copies, statistics)
         others: list[Noted] = []
         if self._shared_norms:
             taken = statistics.take(self._shared_norms)

@@ -43,7 +43,6 @@ from lightning_pipe.manners import (
     AtomicCheckpointIO,
     move_own,
     refuse_optimizers,
-    refuse_synced_norms,
     refuse_training,
     refuse_tuners,
     show_plan,
@@ -74,6 +73,7 @@ from lightning_pipe.stage_memory import (
 )
 from lightning_pipe.states import SpreadModel, share_initial_state
 from lightning_pipe.steps import Pipeline
+from lightning_pipe.synced import SyncedNorms
 
 _RESTORE = ("auto", "all", "rank_zero", "none")
 
@@ -273,7 +273,8 @@ class PipelineStrategy(PipelineReadings):
         module, ranks = self._module, self._own_ranks
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_tuners(vars(trainer)["callbacks"] if ranks.world_size > 1 else ())
-        refuse_synced_norms(self, module, ranks)
+        synced = SyncedNorms(module, ranks, asked=seam.syncs_batch_norms(self))
+        self._undo.append(synced.undo)
         if fitting:
             refuse_training(module)
         with nullcontext() if self._blueprint is None else self._building():
@@ -293,6 +294,7 @@ class PipelineStrategy(PipelineReadings):
             seed=share.broadcast_everywhere(ranks, torch.initial_seed()),
             reduction=self._reduction,
             follows_hooks=has_hooks,
+            synced=synced,
         )
         self._pipeline.blueprint = self._blueprint
         self._undo.append(log_actions(self._pipeline.engine, self._debug, trainer.default_root_dir))

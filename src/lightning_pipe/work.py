@@ -27,6 +27,7 @@ from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
 from lightning_pipe.split.units import modules_of
 from lightning_pipe.statistics import DeferredStatistics
+from lightning_pipe.synced import SyncedNorms
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators
 from lightning_pipe.tail.losses import need_loss
@@ -59,6 +60,7 @@ class StepRun:
         kept: Counts what is kept for the backward, in steps that are watched for it.
         finite: Takes note of what is made, to find what is not finite.
         weights: Weights of each stage of this rank.
+        synced: Batch norms that wait for the other copies of the pipeline.
     """
 
     module: nn.Module
@@ -81,8 +83,12 @@ class StepRun:
     kept: KeptBytes | None = None
     finite: Finite | None = None
     weights: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    synced: SyncedNorms | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.synced is not None:
+            with self.synced.needing_losses():
+                return self._run(stage, microbatch, received)
         if self.trial is None:
             return self._run(stage, microbatch, received)
         try:
@@ -139,6 +145,8 @@ class StepRun:
 
     def _weighted(self, loss: Tensor, factor: float, received: tuple[Tensor, ...]) -> Tensor:
         """The loss of a micro-batch as it goes backward."""
+        if factor == 0 and self.synced is not None:
+            raise Skipped
         if factor == 0:
             return self._nothing(received)
         weight = factor * self.loss_scale

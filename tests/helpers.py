@@ -191,6 +191,8 @@ class _Pool:
         if errors:
             first = min(errors, key=lambda result: result.time_s)
             assert first.error is not None
+            fine = [result for result in results if result is not None and result.error is None]
+            first.error.__dict__["others"] = [result.value for result in fine]
             raise first.error
         return [result.value for result in results if result is not None]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.fuzz.programs import example_of
-from tests.fuzz.trainings import DIFFERS, EQUAL, ERROR, REFUSED, fuzz
+from tests.fuzz.trainings import DIFFERS, EQUAL, ERROR, REFUSED, Outcome, fuzz
 
 
 @pytest.mark.timeout(3600)
@@ -27,3 +27,27 @@ def test_random_programs_train_as_on_one_device_or_are_refused(
     kinds = Counter(outcome.kind for outcome in outcomes)
     assert kinds[EQUAL] >= 0.6 * count, kinds  # a generator of refusals would show nothing
     assert kinds[REFUSED] <= 0.25 * count, kinds
+
+
+def test_a_rank_that_ends_since_another_refused_is_no_hang() -> None:
+    """The second of three examples is refused on one rank, for which the other waits too long."""
+    two_ranks = [seed for seed in range(100) if example_of(seed).ranks == 2][:3]
+    bad, asked = two_ranks[1], []
+
+    def pool(ranks: int, function: Any, seeds: list[int], *_: Any, timeout: float) -> Any:
+        asked.append(list(seeds))
+        found = [Outcome(seed, REFUSED if seed == bad else EQUAL, "CutError") for seed in seeds]
+        if bad not in seeds:
+            return [found, found]
+        error = ChildProcessError("rank 0 died with exit code 1")
+        error.__dict__["others"] = [found[: seeds.index(bad) + 1]]
+        raise error
+
+    kinds = {outcome.seed: outcome.kind for outcome in fuzz(two_ranks, pool)}
+    assert kinds == {two_ranks[0]: EQUAL, bad: REFUSED, two_ranks[2]: EQUAL}
+    assert asked == [two_ranks, two_ranks[:1], two_ranks[1:], two_ranks[2:]]
+
+    def hangs(*_: Any, timeout: float) -> Any:
+        raise AssertionError("ranks [0, 1] ran past 35 s")
+
+    assert [outcome.kind for outcome in fuzz(two_ranks[:1], hangs)] == [ERROR]

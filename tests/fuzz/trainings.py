@@ -331,12 +331,24 @@ def fuzz(seeds: list[int], pool: Any, *, per_body: int = 10) -> list[Outcome]:
 
 
 def _some(seeds: list[int], ranks: int, pool: Any) -> list[Outcome]:
-    """Some examples; after a hang or a death, the first of them alone to see which it was."""
+    """Some examples; after a hang or a death, those before it, or the first to see which it was."""
     try:
         results = pool(ranks, judge_all, seeds, ranks, timeout=30 + 5 * len(seeds))
     except (AssertionError, ChildProcessError, RuntimeError) as error:
-        if len(seeds) > 1:
-            return _some(seeds[:1], ranks, pool)
-        return [Outcome(seeds[0], ERROR, f"hangs or dies: {error}")]
+        others: list[list[Outcome]] = error.__dict__.get("others") or []
+        before = min((len(found) - 1 for found in others if found), default=0)
+        outcome = _ended(seeds[0], error, [found[0] for found in others if found])
+        if len(seeds) == 1 or (not before and outcome.kind == REFUSED):
+            return [outcome]
+        return _some(seeds[: max(1, before)], ranks, pool)
     shortest = min(len(result) for result in results)
     return [merged([result[i] for result in results]) for i in range(shortest)]
+
+
+def _ended(seed: int, error: BaseException, others: list[Outcome]) -> Outcome:
+    """Of an example of which a process ended: as documented, a rank that still waits seconds after
+    another has refused; here nothing else ends its wait, since the refusing process stays."""
+    refused = [o for o in others if o.kind == REFUSED and not o.text.startswith("PeerError")]
+    if refused and "exit code 1" in str(error) and {o.kind for o in others} == {REFUSED}:
+        return refused[0]
+    return Outcome(seed, ERROR, f"hangs or dies: {error}")

@@ -10,7 +10,7 @@ import re
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,8 @@ class Conditions:
         self._ranks = ranks
         self._batches: dict[Hashable, int] = {}
         self._accepted: set[tuple[int, ...]] = set()
+        #: by the id of a sharded weight, the one that it is a part of
+        self.whole_of: Mapping[int, nn.Parameter] = {}
         self.settle()
 
     def settle(self) -> None:
@@ -61,6 +63,8 @@ class Conditions:
         weights = [p for some in kept if some for p in some.values() if p is not None]
         modes = bytes([bool(m.training) for m in modules])
         flags = bytes([p.requires_grad for p in weights])
+        if self.whole_of:
+            weights = [self.whole_of.get(id(p), p) for p in weights]
         ids = (*map(id, modules), *map(id, weights))
         if ids != self._last[0]:
             self._last = (ids, self._number(ids, [*modules, *weights]))
@@ -83,7 +87,8 @@ class Conditions:
         return self._numbers[ids][0]
 
     def _named(self) -> dict[str, int]:
-        named = {name: id(p) for name, p in self._module.named_parameters(remove_duplicate=False)}
+        weights = self._module.named_parameters(remove_duplicate=False)
+        named = {name: id(self.whole_of.get(id(p), p)) for name, p in weights}
         return {name: id(m) for name, m in self._module.named_modules()} | named
 
     def meet(self, place: str, batch: Any, seen: Signature, num_microbatches: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,11 +28,14 @@ from lightning_pipe.placing import cut_step
 from lightning_pipe.planned import make_plan, predict_step
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.profile import Profile
+from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.accelerator import total_memory
 from lightning_pipe.runtime.meeting import at, meet
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import ShardedWeights
 from lightning_pipe.sameness import see_together
+from lightning_pipe.sharding import shard_weights
 from lightning_pipe.split.again import repeatable_calls
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.batchnorm import batch_norms, least_rows
@@ -66,6 +69,7 @@ class PipelineCuts:
         ranks: This rank.
         device: Where its stages live.
         context: The precision context of a step, by its name.
+        reduction: How gradients are reduced over the copies.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class PipelineCuts:
         device: torch.device,
         *,
         context: Context,
+        reduction: Reduction | None = None,
     ) -> None:
         self.module = module
         self.layout = layout
@@ -93,11 +98,15 @@ class PipelineCuts:
         self._context = context
         compiled = CompiledUnits(layout.compile)
         self._cuts = Cuts(module, ranks.position, device.type, compiled)
+        self._reduction = reduction or Reduction()
         self._ways = Ways()
         self._home: Home | None = None
         self._known: dict[str, nn.Parameter] = {}
         self._shared = SharedOutcomes()
         self._plan: Plan | None = None
+        self._read: frozenset[str] = frozenset()
+        #: the weights of this rank, if each copy holds a part of them
+        self.weights: ShardedWeights | None = None
 
     @property
     def home(self) -> Home:
@@ -130,6 +139,24 @@ class PipelineCuts:
         if self.blueprint is not None:
             self.blueprint.finish()
             self.blueprint = None
+        if training and self._reduction.is_sharded:
+            self._shard_weights()
+
+    def _shard_weights(self) -> None:
+        self.weights = shard_weights(
+            self.module, self.home, self._read, self.ranks, self.device, self._reduction
+        )
+        if self.weights is not None:
+            self._known = dict(self.module.named_parameters())
+            originals = self.weights.originals
+            self.conditions.whole_of = {
+                id(shard): originals[name] for name, shard in self.weights.shards.items()
+            }
+            self.conditions.settle()
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """For a trace: what this rank holds parts of has the right shapes."""
+        return nullcontext() if self.weights is None else self.weights.as_fakes(self.device)
 
     def _compare_copies(self) -> None:
         """Refuses copies of the pipeline that have other stages: they could not be averaged."""
@@ -161,7 +188,7 @@ class PipelineCuts:
         if paths.vary:
             units = paths.homes(units)
             also = more_parameters(self.module, paths, units, cut)
-        read = frozenset().union(*read_by_stages(self.module, cut), *also)
+        self._read = read = frozenset().union(*read_by_stages(self.module, cut), *also)
         copies = find_copies(self.module, read)
         held = parameters_of_stages(self.module, cut, also)
         stage_to_rank = self.layout.stage_to_rank()
@@ -274,6 +301,7 @@ class PipelineCuts:
             torch.set_grad_enabled(training),
             self._context(name),
             noted(name, piece),
+            self.whole_weights(),
         ):
             found = trace_step(
                 self.module,
@@ -340,7 +368,12 @@ class PipelineCuts:
     ) -> Hashable | None:
         step = getattr(self.module, name)
         silent = attributes(silenced_loggers(self.module, lambda _: None))
-        with torch.set_grad_enabled(training), self._context(name), silent:
+        with (
+            torch.set_grad_enabled(training),
+            self._context(name),
+            silent,
+            self.whole_weights(),
+        ):
             return find_way(
                 self.module,
                 self.home.cut.trace,

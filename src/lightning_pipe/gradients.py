@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipe.runtime._torch import SharedScaler
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import local_part
 
 #: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
 _own_norm = torch.nn.utils.get_total_norm
@@ -126,7 +129,7 @@ def clip_by_norm_over_stages(
         ]
         counted_grads = [p.grad for p in parameters if counted(p) and p.grad is not None]
         norm = total_norm(counted_grads, ranks)
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+        torch.nn.utils.clip_grads_with_norm_(local_gradients(parameters), clip_val, norm)
 
     return clip
 
@@ -157,9 +160,43 @@ def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callab
     return undo
 
 
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """What has, in its `.grad`, the gradient or this copy's part of it: the same memory."""
+    found: list[Any] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.append(SimpleNamespace(grad=local_part(parameter.grad)))
+    return found
+
+
+def norm_of_parts(
+    gradients: Sequence[Tensor], norm_type: float, own_norm: Callable[..., Tensor] = _own_norm
+) -> Tensor:
+    """The norm of gradients of which other copies may hold a part; all copies have to call it.
+
+    Args:
+        gradients: Of one rank of the pipeline; parts are `DTensor`s.
+        norm_type: Which norm.
+        own_norm: torch's function for it.
+    """
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    norm = own_norm(whole, norm_type) if whole or not parts else None
+    if not parts:
+        assert norm is not None
+        return norm
+    of_parts = own_norm([local_part(gradient) for gradient in parts], norm_type)
+    group = parts[0].device_mesh.get_group()
+    all_parts = [torch.empty_like(of_parts) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_parts, of_parts, group=group)
+    norms = torch.stack([*all_parts, *([] if norm is None else [norm.to(of_parts)])])
+    joined: Tensor = torch.linalg.vector_norm(norms.double(), norm_type)
+    return joined.to(of_parts)
+
+
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
     """The 2-norm of the gradients of all ranks of a pipeline."""
-    own = _own_norm(gradients) if gradients else torch.zeros(())
+    own = norm_of_parts(gradients, 2.0) if gradients else torch.zeros(())
     square = own.detach().to("cpu", torch.float64) ** 2
     if ranks.control_group is not None:
         with at(ranks, "clips gradients"):

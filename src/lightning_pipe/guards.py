@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_pipe.errors import GuardError
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import items
 from lightning_pipe.split.spec import ValueSpec
@@ -210,7 +211,7 @@ class Guards:
         return [
             name
             for name, parameter in self._module.named_parameters()
-            if not is_fake(parameter) and not bool(torch.isfinite(parameter).all())
+            if not is_fake(parameter) and not bool(torch.isfinite(local_part(parameter)).all())
         ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.gradients import norm_of_parts
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime._torch import total_norm_replaced
 from lightning_pipe.runtime.meeting import at
@@ -54,7 +55,7 @@ def over_all_stages(
             alone: Tensor = own(given, norm_type, error_if_nonfinite, foreach)
             return alone
         mine = [tensor for tensor in given if counted(gradients[id(tensor)])]
-        part = float(own(mine, norm_type)) if mine else 0.0
+        part = float(norm_of_parts(mine, norm_type, own)) if mine else 0.0
         with at(ranks, "takes the norm of all gradients in the optimizer"):
             parts = share.gather_objects(ranks, part) or []
         like = given[0] if given else torch.zeros(())

@@ -35,10 +35,13 @@ class Reduction:
     Attributes:
         bucket_cap_mb: MiB of a bucket.
         reduce_dtype: What is sent: "bf16", "fp16", "fp32", or None: the type of the gradients.
+        is_sharded: Whether each copy holds a part of weights, gradients and optimizer state, and
+            is given that part of the gradients only.
     """
 
     bucket_cap_mb: float = 25.0
     reduce_dtype: str | None = None
+    is_sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.reduce_dtype is not None and self.reduce_dtype not in _DTYPES:

@@ -6,12 +6,13 @@ All functions that take `ranks` are called by all ranks of a pipeline together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import CutError
@@ -20,9 +21,11 @@ from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import whole_tensor
 from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.ownership import parameter_names
+from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.steps import Pipeline
 
 
@@ -71,11 +74,18 @@ class SpreadModel:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model under its own names on global rank 0; elsewhere with fakes."""
-        if self._ranks.data_parallel_rank:  # another copy has the same
-            return self._module.state_dict()
+        with self._resting():
+            own = self._own_whole()
+            if self._ranks.data_parallel_rank:  # another copy has the same
+                return self._module.state_dict()
+            return self._gathered_state_dict(own)
+
+    def _gathered_state_dict(self, own: dict[str, Tensor]) -> dict[str, Any]:
         with at(self._ranks, "gathers the weights of the model"):
             buffers = gather_buffers(self._buffers, self._home, self._ranks)
-            values = gather_parameters(self._module, self._home, self._ranks, everywhere=False)
+            values = own | gather_parameters(
+                self._module, self._home, self._ranks, everywhere=False, own=own
+            )
         if not self._ranks.is_first:
             return self._module.state_dict()
         with whole(self._module, values, buffers):
@@ -85,11 +95,29 @@ class SpreadModel:
         """This rank's part of the model's state; those of all ranks make up the whole, in order."""
         with at(self._ranks, "gathers buffers of the model"):
             buffers = gather_buffers(self._buffers, self._home, self._ranks)
-        with whole(self._module, {}, buffers):
+        with self._resting(), whole(self._module, {}, buffers):
             state = self._module.state_dict()
         known = parameter_names(self._module)
         first = {name: first for first, names in known.items() for name in names}
         return {name: value for name, value in state.items() if self._writes(first.get(name, ""))}
+
+    def _resting(self) -> AbstractContextManager[None]:
+        weights = self._pipeline.weights
+        return nullcontext() if weights is None else weights.resting()
+
+    def _own_whole(self) -> dict[str, Tensor]:
+        """The weights of which this rank holds parts, on the host of the first copy."""
+        weights = self._pipeline.weights
+        found: dict[str, Tensor] = {}
+        if weights is None:
+            return found
+        assert self._ranks.copies is not None
+        with at(self._ranks.copies, "gathers the parts of weights"):
+            for name in weights.shards:
+                value = weights.whole(name)
+                if not self._ranks.data_parallel_rank:
+                    found[name] = value.cpu()
+        return found
 
     def _writes(self, name: str) -> bool:
         """Whether this rank writes a parameter; what belongs to no stage, the first rank writes."""
@@ -112,15 +140,38 @@ class SpreadModel:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, numbered as on one device, on global rank 0."""
+        state = optimizer.state_dict()
+        if self._pipeline.weights is not None:
+            assert self._ranks.copies is not None
+            with at(self._ranks.copies, "gathers the parts of the optimizer's state"):
+                state["state"] = map_tensors(whole_tensor, state["state"])
         if self._ranks.data_parallel_rank:
-            return optimizer.state_dict()
+            return state
         with at(self._ranks, "gathers the state of the optimizer"):
-            return gather_optimizer_state(optimizer, self._names, self._home, self._ranks)
+            return gather_optimizer_state(optimizer, state, self._names, self._home, self._ranks)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Gives an optimizer the part of a whole state that belongs to this rank."""
         own = own_optimizer_state(optimizer, state, self._names, self._home)
+        if self._pipeline.weights is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for index, entry in own["state"].items():
+                if isinstance(index, int) and isinstance(parameters[index], DTensor):
+                    own["state"][index] = self._parts_of(parameters[index], entry)
         optimizer.load_state_dict(own)
+
+    def _parts_of(self, shard: Tensor, entry: Any) -> Any:
+        """Of the whole state of a parameter, what this copy holds; other shapes stay whole."""
+        weights = self._pipeline.weights
+        assert weights is not None
+        name = self._names[id(shard)]
+
+        def part(value: Tensor) -> Tensor:
+            if not value.ndim:
+                return value
+            return weights.part(name, value, is_whole=value.shape != shard.shape)
+
+        return map_tensors(part, entry)
 
     def restore(self, mode: str, num_processes: int = 1) -> None:
         """Brings weights of other ranks back into the very parameters that they were taken from.
@@ -133,6 +184,7 @@ class SpreadModel:
             self._restore(mode, num_processes)
 
     def _restore(self, mode: str, num_processes: int) -> None:
+        self._join_parts()
         if mode == "auto":
             mode = "all" if self._fits(num_processes) else "rank_zero"
         self._mode = mode
@@ -145,6 +197,25 @@ class SpreadModel:
             self._put_back(values)
             set_buffers(self._module, buffers)
         self.is_spread = not everywhere
+
+    def _join_parts(self) -> None:
+        """This rank holds all of its weights again, and of their optimizer state."""
+        weights, self._pipeline.weights = self._pipeline.weights, None
+        if weights is None:
+            return
+        for optimizer in self._optimizers:
+            for shard in weights.shards.values():
+                if shard in optimizer.state:
+                    optimizer.state[shard] = map_tensors(whole_tensor, optimizer.state[shard])
+        replaced = weights.restore()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for place, parameter in enumerate(group["params"]):
+                    if id(parameter) in replaced:
+                        whole = group["params"][place] = replaced[id(parameter)]
+                        if parameter in optimizer.state:
+                            optimizer.state[whole] = optimizer.state.pop(parameter)
+        self._names = {id(p): n for n, p in self._module.named_parameters()}
 
     def make_whole(self) -> None:
         """Before another run: all ranks hold parameters again; the first one's values count."""
@@ -245,7 +316,12 @@ def gather_buffers(watch: BufferWatch, home: Home, ranks: Ranks) -> dict[str, Te
 
 
 def gather_parameters(
-    module: nn.Module, home: Home, ranks: Ranks, *, everywhere: bool
+    module: nn.Module,
+    home: Home,
+    ranks: Ranks,
+    *,
+    everywhere: bool,
+    own: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The parameters that this rank does not hold, on the host, tensor by tensor.
 
@@ -254,12 +330,14 @@ def gather_parameters(
         home: Where the weights are.
         ranks: This rank.
         everywhere: To all ranks; else to the first only, and the others get none.
+        own: Values of this rank's parameters, where it holds parts of them.
     """
+    own = own or {}
     keep = home.ownership.keep
     # those that a hook has added since the cut are on every rank
     known = (name for name in parameter_names(module) if home.owners(name))
     owner_of = {name: home.owners(name)[0] for name in known}
-    local = {name: module.get_parameter(name).detach() for name in keep}
+    local = {n: own[n] if n in own else module.get_parameter(n).detach() for n in keep}
     if not everywhere:
         found = gather_state(ranks, local, owner_of) or {}
         return {name: value for name, value in found.items() if name not in keep}
@@ -321,17 +399,21 @@ def swap_parameters(optimizer: Optimizer, replacements: Mapping[int, nn.Paramete
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], home: Home, ranks: Ranks
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    names: Mapping[int, str],
+    home: Home,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """The optimizer's state as on one device, on the first rank; this rank's part elsewhere.
 
     Args:
         optimizer: It holds all parameters, in the same order on every rank.
+        state: Its state here.
         names: The first name of each parameter object, by id.
         home: Where the weights are.
         ranks: This rank.
     """
-    state = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owner_of = {}
     keys = share.gather_objects(ranks, list(state["state"])) or []

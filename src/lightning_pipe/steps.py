@@ -34,6 +34,7 @@ from lightning_pipe.replicas import Copies, Reduction, metric_sync
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import ShardedWeights, local_part
 from lightning_pipe.split.patching import find_metrics
 from lightning_pipe.split.rng import mix, preserved
 from lightning_pipe.split.rows import Pieces
@@ -75,9 +76,9 @@ class Pipeline(PipelineCuts):
         follows_hooks: bool = False,
         synced: SyncedNorms | None = None,
     ) -> None:
-        super().__init__(module, layout, ranks, device, context=context)
+        super().__init__(module, layout, ranks, device, context=context, reduction=reduction)
         self.tail = Tail(module, metric_sync(ranks))
-        self.copies = Copies(ranks, reduction or Reduction())
+        self.copies = Copies(ranks, self._reduction)
         trace = partial(self._trace, memo=self._cuts.memo)
         self.whole = WholeTail(module, self.tail, trace, device.type)
         self.engine = Engine(ranks, device)
@@ -193,8 +194,10 @@ class Pipeline(PipelineCuts):
         """Runs all micro-batches; returns the step as it ran, and the gradients of this rank."""
         schedule = self._schedule_for(step.cuts, training=step.training)
         self._preflight.check(schedule, self._cuts.take_new())
+        gathered = self._gather(step)
         step = replace(
             step,
+            need=self._need,
             metrics=find_metrics(self.module),
             kept=self._counter(step),
             statistics=self._deferred if step.training else None,
@@ -216,16 +219,46 @@ class Pipeline(PipelineCuts):
         synced = nullcontext() if step.synced is None else step.synced.running()
         with collected, synced, noted, preserved(self.device.type, self._cuts.generators):
             self.spans = self.engine.run(schedule, stages, training=step.training)
+        if gathered:
+            self.free_weights()
         self.step_s = time.perf_counter() - start_s
         self.schedule = schedule
         return step, stash
+
+    def gather_weights(self) -> None:
+        """Before an evaluation: this rank is given all of its weights, till `free_weights`.
+
+        Copies may then evaluate other numbers of batches than each other.
+        """
+        if self.weights is not None:
+            self.weights.gather()
+            self.weights.need()
+
+    def free_weights(self) -> None:
+        """This rank goes back to its parts of the weights."""
+        if self.weights is not None:
+            self.weights.free()
+
+    def _gather(self, step: StepRun) -> bool:
+        """Starts to gather the weights of a training step; whether it has to free them."""
+        if self.weights is None or not step.training:
+            return False
+        self.weights.gather(self._read)
+        if self.counts_kept:
+            self.weights.need()
+        return True
+
+    def _need(self, stage: int) -> None:
+        """A stage is about to run for the first time."""
+        if self.weights is not None:
+            self.weights.need(self.home.held[stage])
 
     def _counter(self, step: StepRun) -> KeptBytes | None:
         """What counts the kept bytes of this step, where somebody asked for it."""
         if not (self.counts_kept and step.training):
             return None
         self.counts_kept = False
-        self.kept = KeptBytes([*self.module.parameters(), *self.module.buffers()])
+        self.kept = KeptBytes([*self._own_parameters.values(), *self.module.buffers()])
         return self.kept
 
     def _is_right(self, step: StepRun, unproven: Sequence[CutStep]) -> bool:
@@ -292,8 +325,16 @@ class Pipeline(PipelineCuts):
 
     @cached_property
     def _own_parameters(self) -> dict[str, nn.Parameter]:
+        """As the step sees them; between steps there may be parts in their places."""
         keep = self.home.ownership.keep
-        return {n: p for n, p in self.module.named_parameters() if n in keep}
+        own = {n: p for n, p in self.module.named_parameters() if n in keep}
+        return own if self.weights is None else own | self.weights.originals
+
+    @cached_property
+    def _resting_parameters(self) -> dict[str, nn.Parameter]:
+        """As optimizers see them."""
+        own = self._own_parameters
+        return own if self.weights is None else own | self.weights.shards
 
     @cached_property
     def _weights_of_stages(self) -> dict[int, list[nn.Parameter]]:
@@ -317,14 +358,18 @@ class Pipeline(PipelineCuts):
     def _counted(self) -> frozenset[int]:
         return frozenset(
             id(parameter)
-            for name, parameter in self._own_parameters.items()
+            for name, parameter in self._resting_parameters.items()
             if self.home.owners(name)[0] == self.ranks.position
         )
 
     def _sum_replicas(self, stash: GradientStash) -> None:
         if self._replicated:
             own = {name: stash.gradients.get(name) for name in self._replicated}
-            values = {n: p for n, p in self._own_parameters.items() if n in self._replicated}
+            values = {
+                n: local_part(p)
+                for n, p in self._resting_parameters.items()
+                if n in self._replicated
+            }
             summed = share.sum_replicated(
                 self.ranks, own, self._replicated, self._guards.checksums(values)
             )
@@ -332,8 +377,32 @@ class Pipeline(PipelineCuts):
 
     def average_gradients(self) -> None:
         """Puts the means over all copies of the pipeline into `.grad`."""
-        self.copies.average(self._own_parameters, self._replicated)
-        self._guards.compare_copies(self.copies.told, self._own_parameters)
+        whole, shared = self._own_parameters, self._replicated
+        if self.weights is not None:
+            parts = self.weights.everywhere
+            whole = {name: p for name, p in whole.items() if name not in parts}
+            shared = {name: owners for name, owners in shared.items() if name not in parts}
+            self.weights.reduce()
+            self._share_parts(self.weights)
+        self.copies.average(whole, shared)
+        self._guards.compare_copies(self.copies.told, whole)
+
+    def _share_parts(self, weights: ShardedWeights) -> None:
+        """Ranks that hold a part of the same weight have the same bits of its gradient."""
+        owners = {n: held for n, held in self._replicated.items() if n in weights.everywhere}
+        if not owners:
+            return
+        shards = {n: p for n, p in weights.shards.items() if n in owners}
+        mine = {
+            name: None if shard.grad is None else local_part(shard.grad)
+            for name, shard in shards.items()
+            if owners[name][0] == self.ranks.position
+        }
+        told = {name: mine.get(name) for name in shards}
+        for name, gradient in share.sum_replicated(self.ranks, told, owners).items():
+            kept = shards[name].grad
+            if gradient is not None and kept is not None:
+                local_part(kept).copy_(gradient)
 
     def _carry(self, *, with_output: bool, training: bool) -> Traces:
         """Brings what the tail left on the last stage's rank to all ranks."""

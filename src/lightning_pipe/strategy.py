@@ -123,6 +123,8 @@ class PipelineStrategy(PipelineReadings):
         share_predictions: Whether ``trainer.predict`` returns the predictions on all ranks. False
             saves sending and memory: all but global rank 0 return None for each batch.
         bucket_cap_mb: MiB of gradients that are averaged over the copies in one message.
+        data_parallel_sharding: Whether each copy holds its part only of weights, gradients and
+            optimizer state between steps (FSDP2); they are gathered for a step, stage by stage.
         reduce_dtype: What these are sent as: "bf16", "fp16", "fp32", or None: as they are.
         save_distributed_checkpoint: Whether checkpoints are folders of which each rank writes its
             part (``lightning-pipe consolidate`` makes one file of them); "async" writes them while
@@ -176,6 +178,7 @@ class PipelineStrategy(PipelineReadings):
         share_predictions: bool = True,
         bucket_cap_mb: float = 25,
         reduce_dtype: str | None = None,
+        data_parallel_sharding: bool = False,
         save_distributed_checkpoint: bool | str = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -208,7 +211,7 @@ class PipelineStrategy(PipelineReadings):
             precision_plugin,
             pipeline_parallel_size=num_ranks,
             data_parallel_size=number_of(data_parallel_size),
-            reduction=Reduction(bucket_cap_mb, reduce_dtype),
+            reduction=Reduction(bucket_cap_mb, reduce_dtype, data_parallel_sharding),
             arguments=arguments,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -481,6 +484,13 @@ class PipelineStrategy(PipelineReadings):
     @override
     def on_validation_start(self) -> None:
         self._find_metrics()
+        if self._pipeline is not None:
+            self._pipeline.gather_weights()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.free_weights()
 
     @override
     def on_test_start(self) -> None:

@@ -61,6 +61,7 @@ class StepRun:
         finite: Takes note of what is made, to find what is not finite.
         weights: Weights of each stage of this rank.
         synced: Batch norms that wait for the other copies of the pipeline.
+        need: Called before a stage first runs: its weights may still be on their way.
     """
 
     module: nn.Module
@@ -84,6 +85,7 @@ class StepRun:
     finite: Finite | None = None
     weights: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     synced: SyncedNorms | None = None
+    need: Callable[[int], None] | None = None
 
     def run(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.synced is not None:
@@ -212,6 +214,7 @@ class StageOfStep:
     def __init__(self, step: StepRun, stage: int) -> None:
         self._step = step
         self._stage = stage
+        self._has_run = False
 
     def inputs(self, microbatch: int) -> tuple[ValueSpec, ...]:
         return self._step.cuts[microbatch].programs[self._stage].inputs
@@ -226,6 +229,9 @@ class StageOfStep:
         return self._step.cuts[microbatch].programs[self._stage].recomputes
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self._has_run and self._step.need is not None:
+            self._step.need(self._stage)
+        self._has_run = True
         return self._step.run(self._stage, microbatch, received)
 
 

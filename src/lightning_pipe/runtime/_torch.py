@@ -19,8 +19,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -314,3 +318,69 @@ class SharedScaler(ShardedGradScaler):
         for found_inf in found.values():  # a kernel compares with 1
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
         return found
+
+
+class Sharded:
+    """Parameters sharded by `fully_shard`, in modules of its own: without hooks on the user's.
+
+    Args:
+        groups: Parameters that are gathered and reduced together.
+        mesh: The processes that share them, along one dimension.
+        reduce_dtype: What gradients are sent as, if not as they are.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        mesh: DeviceMesh,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        root = nn.Module()
+        self._holders: list[Any] = []
+        for number, parameters in enumerate(groups):
+            holder = nn.Module()
+            for place, parameter in enumerate(parameters):
+                holder.register_parameter(str(place), parameter)
+            root.add_module(str(number), holder)
+            fully_shard(holder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            self._holders.append(holder)
+        self._root: Any = fully_shard(root, mesh=mesh, mp_policy=policy)
+        self._state: Any = self._root._get_fsdp_state()
+        self._state._lazy_init()  # streams; torch does it in the first forward, which we have not
+        self._pending: dict[int, Any] = {}
+
+    def shards(self, number: int) -> list[nn.Parameter]:
+        """The sharded parameters of a group, as `DTensor`s."""
+        return list(self._holders[number]._parameters.values())
+
+    def gather(self, number: int) -> None:
+        """Starts to gather a group."""
+        self._pending[number] = self._holders[number].unshard(async_op=True)
+
+    def wait(self, number: int) -> list[Tensor]:
+        """Waits until a group is there, and returns the values of its parameters."""
+        self._pending.pop(number).wait()
+        return [parameter.data for parameter in self._holders[number]._parameters.values()]
+
+    def free(self, number: int) -> None:
+        """Frees what was gathered; whoever holds the values has tensors without memory."""
+        self._holders[number].reshard()
+
+    def reduce(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Adds the mean of gradients to those of the shards.
+
+        Args:
+            gradients: Of all groups; None counts as no gradient, and has to be so everywhere.
+        """
+        for holder, of_group in zip(self._holders, gradients, strict=True):
+            for group in holder._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    name = parameter._module_info.param_name
+                    gradient = of_group[int(name)]
+                    if gradient is not None:
+                        parameter.unsharded_param.grad = gradient
+        self._root.set_is_last_backward(True)
+        self._root.set_requires_gradient_sync(True)
+        # what torch's own pipeline stages call, too: it reduces every group that has gradients
+        self._state._root_post_backward_final_callback()

@@ -84,7 +84,7 @@ def mean_gradients(
     Returns:
         The gradients that any copy has.
     """
-    kinds = _agreed_kinds(copies, gradients)
+    kinds = agreed_kinds(copies, gradients)
     means: dict[str, Tensor] = {}
     dense: list[tuple[str, Tensor]] = []
     for name, gradient in gradients.items():
@@ -144,8 +144,8 @@ def _buckets(
     yield from (held for held in open_ones.values() if held)
 
 
-def _agreed_kinds(copies: Ranks, gradients: Mapping[str, Tensor | None]) -> dict[str, int]:
-    """What each gradient is, over all copies."""
+def agreed_kinds(copies: Ranks, gradients: Mapping[str, Tensor | None]) -> dict[str, int]:
+    """What each gradient is, over all copies; 0 where none has one."""
     kinds = [_kind(gradient) for gradient in gradients.values()]
     text = repr([(name, kind) for name, kind in zip(gradients, kinds, strict=True)])
     flags = meet(copies, "averages the gradients of a step", zlib.crc32(text.encode()))
@@ -183,4 +183,4 @@ def _group_for(copies: Ranks, value: Tensor) -> dist.ProcessGroup | None:
     return copies.control_group if value.device.type == "cpu" else copies.pipeline_group
 
 
-__all__ = ["gather_values", "mean_gradients", "reduce_value"]
+__all__ = ["agreed_kinds", "gather_values", "mean_gradients", "reduce_value"]

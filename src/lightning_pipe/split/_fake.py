@@ -204,10 +204,31 @@ class ForeignParameter(nn.Parameter):
         return "a parameter that lives on another rank of the pipeline"
 
 
+class RestingParameter(ForeignParameter):
+    """A parameter that is whole within steps only; its stand-in is what is there in between.
+
+    Its gradient is its own: it is gathered up over several steps.
+    """
+
+    @classmethod
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        cls, func, types, args=(), kwargs=None
+    ):
+        if func in _GRADIENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = with_stand_ins(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+_GRAD: Any = Tensor.grad
+_GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
+
+
 def with_stand_ins(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments with fakes in the places of emptied parameters."""
     found: tuple[Any, Any] = pytree.tree_map(
-        lambda leaf: leaf.stand_in if type(leaf) is ForeignParameter else leaf, (args, kwargs)
+        lambda leaf: leaf.stand_in if isinstance(leaf, ForeignParameter) else leaf, (args, kwargs)
     )
     return found
 

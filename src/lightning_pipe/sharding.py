@@ -1,0 +1,64 @@
+"""Which weights of a stage are gathered together, where each copy of the pipeline holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pipe.home import Home
+from lightning_pipe.replicas import Reduction
+from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import ShardedWeights
+from lightning_pipe.split.ownership import parameter_names
+
+
+def shard_weights(
+    module: nn.Module,
+    home: Home,
+    read: Collection[str],
+    ranks: Ranks,
+    device: torch.device,
+    reduction: Reduction,
+) -> ShardedWeights | None:
+    """Shards the weights of this rank over the copies of its pipeline; None if there is one copy.
+
+    Args:
+        module: The user's module, cut.
+        home: Where its weights are.
+        read: First names of the weights that the training step reads.
+        ranks: This rank.
+        device: Where its stages live.
+        reduction: How gradients are reduced.
+    """
+    copies = ranks.copies
+    if copies is None:
+        return None
+    assert copies.pipeline_group is not None
+    mesh = DeviceMesh.from_group(
+        copies.pipeline_group, device.type, mesh_dim_names=("data_parallel",)
+    )
+    return ShardedWeights(
+        module, groups_of(module, home, read), copies, mesh, reduction.dtype, device
+    )
+
+
+def groups_of(module: nn.Module, home: Home, read: Collection[str]) -> list[list[str]]:
+    """The parameters of this rank, a list for each unit, in the order in which a step needs them.
+
+    What no unit has for itself, the code between them reads, and comes first; what the training
+    step does not read (an average of the weights) comes last.
+    """
+    left = [name for name in parameter_names(module) if name in home.ownership.keep]
+    units = list(dict.fromkeys([*home.cut.trace.unit_names, *home.stages_of_unit]))
+    groups: list[list[str]] = []
+    for unit in units:
+        inside = f"{unit}." if unit else ""
+        groups.append([name for name in left if name.startswith(inside)])
+        left = [name for name in left if not name.startswith(inside)]
+    groups.insert(0, left)
+    trained = [[name for name in group if name in read] for group in groups]
+    others = [[name for name in group if name not in read] for group in groups]
+    return [group for group in (*trained, *others) if group]

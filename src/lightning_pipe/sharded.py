@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor
 
 from lightning_pipe.errors import CheckpointError, ConfigError
 from lightning_pipe.manners import AtomicCheckpointIO, to_disk
@@ -46,12 +47,23 @@ class ShardedCheckpoints:
 
     Args:
         ranks: This rank.
-        group: A gloo group of the same ranks for writing in the background; None writes at once.
+        group: A gloo group of the ranks that write; None if there is one.
+        in_background: Whether training goes on meanwhile.
+        by_all_copies: Whether other copies of the pipeline hold parts of the weights, too.
     """
 
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None = None,
+        *,
+        in_background: bool = False,
+        by_all_copies: bool = False,
+    ) -> None:
         self._ranks = ranks
         self._group = group
+        self._in_background = in_background and group is not None
+        self._by_all_copies = by_all_copies
         self._pending: Future[Any] | None = None
         self._removals: list[Callable[[], None]] = []
 
@@ -71,19 +83,23 @@ class ShardedCheckpoints:
                 f"{path}: sharded checkpoints are written to a file system that all ranks share; "
                 "give a path there, or save_distributed_checkpoint=False"
             )
-        if self._ranks.data_parallel_rank:  # copies have the same
+        copy = self._ranks.data_parallel_rank
+        if copy and not self._by_all_copies:  # copies have the same
             return
         self.wait()
         target = Path(path)
         part = target.with_name(f".{target.name}.part")
         tensors, rest = _taken_apart(checkpoint)
-        with at(self._ranks, "begins to write a checkpoint"):
-            parts = gather_objects(self._ranks, rest, self._ranks.first_position)
-            if parts is not None:
-                _begin(part, {**checkpoint, **_joined(parts, order)})
-        if self._group is None:
+        if copy:
+            tensors = {key: value for key, value in tensors.items() if isinstance(value, DTensor)}
+        else:
+            with at(self._ranks, "begins to write a checkpoint"):
+                parts = gather_objects(self._ranks, rest, self._ranks.first_position)
+                if parts is not None:
+                    _begin(part, {**checkpoint, **_joined(parts, order)})
+        if not self._in_background:
             with at(self._ranks, "writes its part of a checkpoint"):
-                _write(tensors, part, self._ranks)
+                _write(tensors, part, self._group)
             self._finish(part, target)
             return
         # it copies first what training goes on to change
@@ -126,7 +142,7 @@ class ShardedCheckpoints:
 
     def _finish(self, part: Path, target: Path) -> None:
         """Moves a folder to its place, on the rank that logs."""
-        if not self._ranks.is_first:
+        if not self._ranks.is_first or self._ranks.data_parallel_rank:
             return
         lacking = [name for name in _files(part) if not (part / name).exists()]
         if lacking:
@@ -258,10 +274,21 @@ def refuse_io(io: CheckpointIO) -> None:
         )
 
 
-def make_group(ranks: Ranks, wanted: bool | str) -> dist.ProcessGroup | None:
-    """The group for writing in the background; every process of the job has to call this."""
-    if wanted != "async" or ranks.control_group is None:
-        return None
+def make_group(
+    ranks: Ranks, *, in_background: bool, by_all_copies: bool
+) -> dist.ProcessGroup | None:
+    """The group of the ranks that write; every process of the job has to call this.
+
+    Args:
+        ranks: This rank.
+        in_background: Whether it is used while training goes on, and so by nobody else.
+        by_all_copies: Whether all copies of the pipeline write.
+    """
+    if by_all_copies and ranks.copies is not None:
+        everyone: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return everyone
+    if not in_background or ranks.control_group is None:
+        return ranks.control_group
     made: dist.ProcessGroup | None = None
     for copy in range(ranks.data_parallel_size):
         start = copy * ranks.num_positions
@@ -337,15 +364,15 @@ def _begin(part: Path, checkpoint: dict[str, Any]) -> None:
     to_disk(part / META)
 
 
-def _write(tensors: dict[str, Any], part: Path, ranks: Ranks) -> None:
+def _write(tensors: dict[str, Any], part: Path, group: dist.ProcessGroup | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process writes, where there is one
         try:
             save(
                 tensors,
                 checkpoint_id=str(part),
-                process_group=ranks.control_group,
-                no_dist=ranks.control_group is None,
+                process_group=group,
+                no_dist=group is None,
             )
         except CheckpointException as error:  # of any rank, on all
             raise CheckpointError(

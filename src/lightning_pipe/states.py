@@ -55,9 +55,23 @@ class SpreadModel:
         self._pipeline.cut(name, args, training=training)
         self._home = self._pipeline.home
         current = dict(self._module.named_parameters())
+        self._names = {id(p): n for n, p in current.items()}
+        self._part_states()
         self._swap({id(p): current[n] for n, p in originals.items() if p is not current[n]})
         self._buffers = BufferWatch(self._module)
         self.is_spread = self._has_home = True
+
+    def _part_states(self) -> None:
+        """State that was loaded before the cut is taken apart as its weights are."""
+        weights = self._pipeline.weights
+        if weights is None:
+            return
+        shards = weights.shards
+        for optimizer in self._optimizers:
+            for name, original in weights.originals.items():
+                if original in optimizer.state:
+                    entry = optimizer.state[original]
+                    optimizer.state[shards[name]] = self._parts_of(shards[name], entry)
 
     @property
     def has_optimizers(self) -> bool:

@@ -256,8 +256,12 @@ class PipelineStrategy(PipelineReadings):
             )
         super().setup_environment()
         if self._sharded is None and self._save_distributed_checkpoint:
-            group = make_group(self._own_ranks, self._save_distributed_checkpoint)
-            self._sharded = ShardedCheckpoints(self._own_ranks, group)
+            given = {
+                "in_background": self._save_distributed_checkpoint == "async",
+                "by_all_copies": self._reduction.is_sharded,
+            }
+            group = make_group(self._own_ranks, **given)
+            self._sharded = ShardedCheckpoints(self._own_ranks, group, **given)
         if self._spread is not None and self._spread.holds(self._module):
             self._spread.make_whole()
 

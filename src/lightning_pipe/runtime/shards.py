@@ -225,9 +225,7 @@ class ShardedWeights:
         """This copy's part of a value of the shape of a parameter; or all of one, beside parts."""
         shard: Any = self.shards[name]
         placements = [Replicate()] if is_whole else shard.placements
-        return distribute_tensor(
-            value.to(shard.device), self._mesh, placements, src_data_rank=None
-        )
+        return distribute_tensor(value.to(shard.device), self._mesh, placements, src_data_rank=None)
 
     def restore(self) -> dict[int, nn.Parameter]:
         """The end: the user's parameters are whole again.

@@ -260,14 +260,20 @@ CASES: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-def _case(name: str, devices: int) -> Any:
+def _case(name: str, devices: int, sharded: bool = False) -> Any:
     cls, make, epochs = CASES[name]
     module = lit.seeded(cls)
     callback = make() if make is not None else None
     normed = cls is _Normed  # a BatchNorm sees micro-batches: compared with one rank that has them
-    strategy = None if devices == 1 and not normed else {"num_microbatches": 4}
+    strategy: Any = None if devices == 1 and not normed else {"num_microbatches": 4}
+    if sharded:  # two copies that see the same rows
+        strategy = {"num_microbatches": 4, "data_parallel_size": 2, "data_parallel_sharding": True}
     trainer = lit.trainer(
-        strategy, devices, max_epochs=epochs, callbacks=[] if callback is None else [callback]
+        strategy,
+        devices,
+        max_epochs=epochs,
+        callbacks=[] if callback is None else [callback],
+        use_distributed_sampler=False,
     )
     loader = DataLoader(lit.rows(24), batch_size=8)
     torch.manual_seed(4)
@@ -293,11 +299,11 @@ def _tensors(values: Any) -> list[Tensor]:
     return [torch.as_tensor(value) for value in values]
 
 
-def _all(names: list[str], devices: int) -> dict[str, Any]:
+def _all(names: list[str], devices: int, sharded: bool = False) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in names:
         try:
-            results[name] = _case(name, devices)
+            results[name] = _case(name, devices, sharded)
         except Exception:
             results[name] = traceback.format_exc()
             if devices > 1:
@@ -312,8 +318,24 @@ def on_two_ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_hooks_see_one_device(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
+    _compare(name, on_two_ranks)
+
+
+@pytest.fixture(scope="module")
+def on_two_sharded_copies() -> list[dict[str, Any]]:
+    return lit.run_ranks(4, _all, [name for name in CASES if name not in ("plateau",)], 4, True)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plateau",)])
+def test_hooks_see_one_device_where_weights_are_in_parts(
+    name: str, on_two_sharded_copies: list[dict[str, Any]]
+) -> None:
+    _compare(name, on_two_sharded_copies)
+
+
+def _compare(name: str, of_ranks: list[dict[str, Any]]) -> None:
     reference = _case(name, 1)
-    for rank, results in enumerate(on_two_ranks):
+    for rank, results in enumerate(of_ranks):
         result = results.get(name, "an earlier case failed")
         assert not isinstance(result, str), result
         for one in (result, reference):

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipe.parts import Found, Part, Parts
 from lightning_pipe.runtime._torch import total_norm_replaced
@@ -96,6 +97,7 @@ class Hooks:
         with ExitStack() as stack:
             if self._suspended == 1:
                 stack.enter_context(popped(*self._modes))
+                self.parts.forget()
             try:
                 yield
             finally:
@@ -106,6 +108,18 @@ class Hooks:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does an operation as on one device."""
+        if self.parts.parted is not None:
+            written = mutated_arguments(func, args, kwargs)
+            with without_modes():
+                done, args, kwargs = self.parts.parted.operation(func, args, kwargs, written)
+            if done:
+                return args
+            if written:
+                result = self._operation(func, args, kwargs)
+                return written[0] if len(written) == 1 else result
+        return self._operation(func, args, kwargs)
+
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors((args, kwargs))
         found = {id(t): f for t in given if (f := self.parts.find(t)) is not None}
         if not found:
@@ -238,6 +252,9 @@ class Hooks:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         assert self._modes is not None
         with popped(*self._modes):
+            if self.parts.parted is not None:
+                values = self.parts.parted.wholes(given)
+                given = [values.get(id(t), t) for t in given]
             found = {id(t): f for t in given if (f := self.parts.find(t)) is not None}
             norms = self._norms(given, found, norm_type) if found else given
         total: Tensor = own(norms, norm_type, *rest, **options)
@@ -257,6 +274,9 @@ class Hooks:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The value of a tensor, if it is a part; itself if it is none."""
+        if self.parts.parted is not None:
+            with without_modes():
+                tensor = self.parts.parted.whole(tensor)
         found = self.parts.find(tensor)
         if found is None:
             return tensor
@@ -265,6 +285,12 @@ class Hooks:
 
     def set_data(self, parameter: Tensor, value: Tensor) -> None:
         """`parameter.data = value`, which ranks that do not have it leave out."""
+        parted = self.parts.parted
+        if parted is not None and isinstance(parameter, DTensor):
+            value = self.whole(value)
+            with without_modes():
+                if parted.set_data(parameter, value):
+                    return
         found = self.parts.find(parameter)
         if found is None or self.parts.is_here(found.part):
             parameter.data = self.whole(value)
@@ -320,6 +346,9 @@ def _get_grad(hooks: Hooks, func: Any, args: Any) -> Tensor | None:
 def _set_grad(hooks: Hooks, func: Any, args: Any) -> None:
     value = None if args[1] is None else hooks.whole(args[1])
     if hooks.parts.set_gradient(args[0], value):
+        if hooks.parts.parted is not None and value is not None:
+            with without_modes():
+                value = hooks.parts.parted.part_like(args[0], value)
         args[0].grad = value
 
 
@@ -334,7 +363,8 @@ def _on_value(hooks: Hooks, func: Any, args: Any) -> Any:
 def _deepcopy(hooks: Hooks, func: Any, args: Any) -> Any:
     tensor, memo = args
     is_buffer = not isinstance(tensor, nn.Parameter) and hooks.parts.find(tensor) is not None
-    if not is_fake(tensor) and not is_buffer:  # a buffer of another stage has data, but not its own
+    # a buffer of another stage has data, but not its own
+    if not (is_fake(tensor) or is_buffer or isinstance(tensor, DTensor)):
         return func(tensor, memo)
     if id(tensor) not in memo:
         value = hooks.whole(tensor).detach().clone()

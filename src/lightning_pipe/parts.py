@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.home import Home
+from lightning_pipe.hookparts import HookParts
 from lightning_pipe.runtime.meeting import ask
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split._fake import empty_fake, is_fake, storage_key
@@ -70,9 +71,13 @@ class Parts:
         module: The user's module.
         home: Where its weights are.
         ranks: This rank; it answers others from here on.
+        parted: What each copy of the pipeline holds a part of.
     """
 
-    def __init__(self, module: nn.Module, home: Home, ranks: Ranks) -> None:
+    def __init__(
+        self, module: nn.Module, home: Home, ranks: Ranks, parted: HookParts | None = None
+    ) -> None:
+        self.parted = parted
         self._module = module
         self._home = home
         self._ranks = ranks
@@ -89,9 +94,13 @@ class Parts:
     def release(self) -> None:
         """Answers no more."""
         self._ranks.talk.answer = None
+        if self.parted is not None:
+            self.parted.release()
 
     def forget(self) -> None:
         """A hook begins: weights may have moved, and gradients are others."""
+        if self.parted is not None:
+            self.parted.forget()
         self._own = self._present = None
         self._gradients.clear()
         self._stand_ins.clear()
@@ -106,7 +115,15 @@ class Parts:
         for known in (self._fakes, self._own, self._gradients):
             if key in known:
                 return _at(known[key], tensor)
-        return None
+        return self._whole_of_parts(tensor)
+
+    def _whole_of_parts(self, tensor: Tensor) -> Found | None:
+        """What a value is, or a view of one, that was joined from the parts of all copies."""
+        known = None if self.parted is None else self.parted.find_whole(tensor)
+        if known is None:
+            return None
+        (kind, name), base = known
+        return Found(Part(kind, name, self._home.owners(name)), base)
 
     def is_here(self, part: Part) -> bool:
         """Whether this rank has the value."""
@@ -219,6 +236,8 @@ class Parts:
             return self._module.get_buffer(name).detach()
         parameter = self._module.get_parameter(name)
         value = parameter.grad if kind == "gradient" else parameter
+        if self.parted is not None and value is not None:
+            value = self.parted.whole(value)
         if value is None or is_fake(value):
             raise CutError(
                 f"the {kind} of {name} was asked for, and {self._ranks} has none: the ranks do not "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from lightning_pipe.errors import ConfigError
 from lightning_pipe.home import Home
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime.ranks import Ranks
@@ -62,3 +65,22 @@ def groups_of(module: nn.Module, home: Home, read: Collection[str]) -> list[list
     trained = [[name for name in group if name in read] for group in groups]
     others = [[name for name in group if name not in read] for group in groups]
     return [group for group in (*trained, *others) if group]
+
+
+@contextmanager
+def stepping_on_parts(optimizer: Optimizer) -> Iterator[None]:
+    """Says what to do where an optimizer cannot step on parts of weights.
+
+    Raises:
+        ConfigError: It uses what torch's `DTensor` has no rule for.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "DTensor" not in str(error) and "placement" not in str(error):
+            raise
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot step where each copy of the pipeline holds a part "
+            f"of the weights: {str(error).splitlines()[0]} Use one that treats numbers one by "
+            "one (SGD, Adam, AdamW), or data_parallel_sharding=False"
+        ) from error

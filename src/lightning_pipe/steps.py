@@ -24,6 +24,7 @@ from lightning_pipe.guards import Guards
 from lightning_pipe.home import (
     CutStep,
 )
+from lightning_pipe.hookparts import HookParts
 from lightning_pipe.iterated import Iterated
 from lightning_pipe.layout import Layout
 from lightning_pipe.planning.ir import Schedule
@@ -238,6 +239,12 @@ class Pipeline(PipelineCuts):
         """This rank goes back to its parts of the weights."""
         if self.weights is not None:
             self.weights.free()
+
+    def parted_in_hooks(self) -> HookParts | None:
+        """What gives hooks the whole weights, where each copy holds a part."""
+        if self.weights is None or self.ranks.copies is None:
+            return None
+        return HookParts(self.module, self.ranks.copies)
 
     def _gather(self, step: StepRun) -> bool:
         """Starts to gather the weights of a training step; whether it has to free them."""

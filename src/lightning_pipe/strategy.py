@@ -61,6 +61,7 @@ from lightning_pipe.sharded import (
     make_group,
     refuse_io,
 )
+from lightning_pipe.sharding import stepping_on_parts
 from lightning_pipe.split._fake import run_eagerly
 from lightning_pipe.split.compiled import check_options
 from lightning_pipe.split.nest import copy_tensors
@@ -287,7 +288,8 @@ class PipelineStrategy(PipelineReadings):
         with nullcontext() if self._blueprint is None else self._building():
             self.model = self.precision_plugin.convert_module(module)
         flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
-        has_hooks = any(flags) and ranks.num_positions > 1
+        is_parted = self._reduction.is_sharded and ranks.copies is not None
+        has_hooks = any(flags) and (ranks.num_positions > 1 or is_parted)
         if ranks.world_size > 1:
             compare(ranks, facts_of(module, self.given, trainer))
         share_initial_state(module, ranks, self._blueprint)
@@ -344,6 +346,8 @@ class PipelineStrategy(PipelineReadings):
         with self._between.suspended(), ExitStack() as stack:
             if self._ranks is not None and self._ranks.num_positions > 1:
                 stack.enter_context(over_all_stages(self._ranks, optimizer, self._counts))
+            if self._reduction.is_sharded:
+                stack.enter_context(stepping_on_parts(optimizer))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -394,7 +398,11 @@ class PipelineStrategy(PipelineReadings):
         with self._between.suspended():
             self._spread.cut(name, args, training=training)
         self._blueprint = None
-        self._hooks = Hooks(Parts(self._module, self._pipeline.home, self._own_ranks))
+        self._hooks = Hooks(
+            Parts(
+                self._module, self._pipeline.home, self._own_ranks, self._pipeline.parted_in_hooks()
+            )
+        )
         self.model_to_device()
         self._spread.watch_buffers()
         self._plan = self._pipeline.plan

@@ -111,9 +111,12 @@ def ask(ranks: Ranks, items: Sequence[Item]) -> dict[Item, Any]:
     Raises:
         Exception: What the one who was asked could not answer with.
     """
-    with waiting(ranks, f"asks for {items[0][1]}"), connected(ranks):
-        headers = _exchange(ranks, is_question=True, text=repr(tuple(items)), flag=0)
-        answers = _answer(ranks, headers, tuple(items))
+    if ranks.num_positions == 1:
+        answers = {item: _own_answer(ranks, item[1]) for item in items}
+    else:
+        with waiting(ranks, f"asks for {items[0][1]}"), connected(ranks):
+            headers = _exchange(ranks, is_question=True, text=repr(tuple(items)), flag=0)
+            answers = _answer(ranks, headers, tuple(items))
     for answer in answers.values():
         if isinstance(answer, Exception):
             raise answer

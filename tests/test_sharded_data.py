@@ -2,11 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests import lit
 from tests.lit import run_ranks
-from tests.test_data_parallel import _CASES, _fit, _loader, _references, _SyncedTied
+from tests.test_data_parallel import _CASES, _fit, _loader, _references, _Synced, _SyncedTied
+from tests.test_strategy_life import _Overflowing, _Scaled
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+from lightning_pipe import ConfigError
 from lightning_pipe.cli import consolidate
+from lightning_pipe.runtime.shards import local_part
+from lightning_pipe.split._fake import is_fake
 
 _MORE = {
     "zero bubble": (
@@ -107,3 +115,109 @@ def test_a_sharded_checkpoint_goes_from_parts_to_any_layout_and_back(
     one, found = (torch.load(tmp_path / n) for n in ("whole/step=3.ckpt", "one.ckpt"))
     for key in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(found[key], one[key], rtol=1e-9, atol=1e-9)
+
+
+class _Optimizers(_Synced):
+    """A weight that cannot be sharded beside those that are; one that is unused."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(x) * self.scale, y)
+
+    def configure_optimizers(self):
+        if self.kind == "rprop":
+            return torch.optim.Rprop(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, **{self.kind: True})
+
+    def on_train_batch_end(self, *args):
+        parameters = list(self.parameters())
+        held = [p for p in parameters if not is_fake(p)]
+        state = [s for s in self.trainer.optimizers[0].state.values() if s]
+        found = [t for entry in state for t in entry.values() if t.ndim]
+        self.shares = [
+            sum(local_part(t).nbytes for t in part) / (n * sum(p.nbytes for p in parameters))
+            for part, n in ((held, 1), (found, 2))
+        ]
+
+
+def _optimized(kinds, strategy, batch_size):
+    results = {}
+    for kind in kinds:
+        module = lit.seeded(_Optimizers, kind)
+        used = lit.trainer(strategy, lit.world(), gradient_clip_val=0.05)
+        loader = _loader(lit.rows(48), batch_size, None if strategy is None else 2)
+        # other numbers of batches in each copy, and a checkpoint within the evaluation
+        count = 48 if strategy is None else 16 + 16 * (dist.get_rank() // 2)
+        try:
+            used.fit(module, loader, DataLoader(lit.rows(count), batch_size=4))
+        except ConfigError as error:
+            results[kind] = str(error)
+            continue
+        results[kind] = lit.outcome(module, used), module.shares
+        results[kind][0]["metrics"] = {}
+    return results
+
+
+def test_optimizers_step_on_parts_and_a_rank_holds_a_quarter():
+    kinds = ["fused", "foreach"]
+    expected = run_ranks(1, _optimized, kinds, None, 8)[0]
+    for results in run_ranks(4, _optimized, [*kinds, "rprop"], _SHARDED, 4):
+        for kind in kinds:
+            outcome, shares = results[kind]
+            lit.assert_equal([outcome], {**expected[kind][0], "metrics": {}})
+            assert all(0.2 < share < 0.31 for share in shares), shares
+        assert "Rprop cannot step where each copy" in results["rprop"]
+
+
+class _OverflowsInACopy(_Overflowing):
+    """Only copy 1 looks at weights, and writes to its part of a gradient: its last row."""
+
+    def on_after_backward(self):
+        if self.global_rank >= 2 and self.trainer.global_step == 1 and not self.before:
+            self.before = {name: value.clone() for name, value in self.state_dict().items()}
+            self.net.blocks[0].out.weight.grad[-1, 0] = float("inf")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+
+def _overflow(strategy):
+    module = lit.seeded(_OverflowsInACopy)
+    arguments = {"precision": None, "plugins": [_Scaled()], "gradient_clip_val": 0.3}
+    used = lit.trainer({"data_parallel_size": 2, "num_microbatches": 2, **strategy}, 4, **arguments)
+    used.fit(module, DataLoader(lit.tokens(), batch_size=4))
+    return module.scales, lit.outcome(module, used)["weights"]
+
+
+def test_an_overflow_in_one_part_is_everyones():
+    expected = run_ranks(4, _overflow, {})[0]
+    for scales, weights in run_ranks(4, _overflow, _SHARDED):
+        assert scales == expected[0] == [2.0**16, 2.0**15, 2.0**15, 2.0**15, 2.0**15]
+        torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-8)
+
+
+class _Writes(_Synced):
+    """Writes to its weights within an evaluation."""
+
+    def on_validation_epoch_end(self):
+        with torch.no_grad():
+            self.net[1][0].weight.mul_(0.9)
+        self.net[3][0].weight.requires_grad_(self.current_epoch > 0)
+
+
+def _written(strategy, batch_size):
+    module = lit.seeded(_Writes)
+    used = lit.trainer(strategy, lit.world(), max_epochs=3, accumulate_grad_batches=2)
+    loader = _loader(lit.rows(48), batch_size, None if strategy is None else 1)
+    used.fit(module, loader, loader)
+    return lit.outcome(module, used)
+
+
+def test_what_an_evaluation_writes_to_weights_stays():
+    expected = run_ranks(1, _written, None, 8)[0]
+    lit.assert_equal(run_ranks(2, _written, _SHARDED, 4), expected)

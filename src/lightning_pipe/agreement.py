@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightning_pipe import _loops
 from lightning_pipe.runtime import share
-from lightning_pipe.runtime.meeting import everywhere, meet, meet_everywhere
+from lightning_pipe.runtime.meeting import everywhere, meet_everywhere, together
 from lightning_pipe.runtime.ranks import Ranks
 
 _STOPS, _ENDED = 1, 2
 
 
 def agree_while_fitting(
-    trainer: Trainer, ranks: Ranks, *, has_hooks: bool
+    trainer: Trainer, ranks: Ranks, *, has_hooks: bool, is_parted: bool
 ) -> list[Callable[[], None]]:
     """Lets the ranks of a pipeline stop at one step and see one value of what they monitor.
 
@@ -28,6 +28,7 @@ def agree_while_fitting(
         trainer: It is about to fit.
         ranks: This rank.
         has_hooks: Whether code of the user runs between steps on any rank.
+        is_parted: Whether copies of the pipeline hold parts of the weights, which it may read.
 
     Returns:
         What undoes it.
@@ -40,7 +41,8 @@ def agree_while_fitting(
     ]
     if has_hooks:  # which may ask for gradients of other ranks before the optimizer changes weights
         precision = trainer.strategy.precision_plugin
-        undo.append(_loops.after_closure(precision, partial(meet, ranks, "steps the optimizer")))
+        place = partial(together(is_parted), ranks, "steps the optimizer")
+        undo.append(_loops.after_closure(precision, place))
     return undo
 
 

@@ -268,6 +268,9 @@ class PipelineCuts:
         if training:
             for optimizer in self.optimizers:
                 state |= optimizer_state_bytes(self.module, optimizer)
+        if self._reduction.is_sharded:
+            copies = self.ranks.data_parallel_size
+            state = {name: -(-num_bytes // copies) for name, num_bytes in state.items()}
         found = profile_of(self.module, trace, rows=rows, optimizer_bytes=state)
         costs = self.layout.costs if training else None
         return found if costs is None else found.with_costs(costs)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_pipe.runtime._torch import SharedScaler
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.reduce import gather_values
 from lightning_pipe.runtime.shards import local_part
 
 #: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
@@ -134,13 +135,16 @@ def clip_by_norm_over_stages(
     return clip
 
 
-def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callable[[], None] | None:
+def share_overflow(
+    precision: Any, ranks: Ranks, device: torch.device, together: Callable[[str], Any] | None = None
+) -> Callable[[], None] | None:
     """Lets all ranks skip a step in which any of them overflows, so that they keep one loss scale.
 
     Args:
         precision: A precision plug-in; if it has a `scaler`, that is replaced.
         ranks: This rank.
         device: Where the gradients are.
+        together: Lets ranks that wait here answer those whose hooks still ask for gradients.
 
     Returns:
         What puts the plug-in's own scaler back, with the state of the other; None without one.
@@ -150,6 +154,14 @@ def share_overflow(precision: Any, ranks: Ranks, device: torch.device) -> Callab
         return None
     group = ranks.pipeline_group if ranks.copies is None else dist.group.WORLD
     shared = SharedScaler(device.type, process_group=group)
+    if together is not None:
+        own_unscale = shared.unscale_
+
+        def unscale_(optimizer: Optimizer) -> None:
+            together("looks for an overflow in the gradients")
+            own_unscale(optimizer)
+
+        shared.unscale_ = unscale_  # type: ignore[method-assign]
     shared.load_state_dict(own.state_dict())
     precision.scaler = shared
 
@@ -170,13 +182,17 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def norm_of_parts(
-    gradients: Sequence[Tensor], norm_type: float, own_norm: Callable[..., Tensor] = _own_norm
+    gradients: Sequence[Tensor],
+    norm_type: float,
+    copies: Ranks | None,
+    own_norm: Callable[..., Tensor] = _own_norm,
 ) -> Tensor:
     """The norm of gradients of which other copies may hold a part; all copies have to call it.
 
     Args:
         gradients: Of one rank of the pipeline; parts are `DTensor`s.
         norm_type: Which norm.
+        copies: This position in all copies.
         own_norm: torch's function for it.
     """
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
@@ -186,9 +202,9 @@ def norm_of_parts(
         assert norm is not None
         return norm
     of_parts = own_norm([local_part(gradient) for gradient in parts], norm_type)
-    group = parts[0].device_mesh.get_group()
-    all_parts = [torch.empty_like(of_parts) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_parts, of_parts, group=group)
+    assert copies is not None
+    with at(copies, "takes the norm of gradients"):
+        all_parts = gather_values(copies, of_parts)
     norms = torch.stack([*all_parts, *([] if norm is None else [norm.to(of_parts)])])
     joined: Tensor = torch.linalg.vector_norm(norms.double(), norm_type)
     return joined.to(of_parts)
@@ -196,7 +212,7 @@ def norm_of_parts(
 
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
     """The 2-norm of the gradients of all ranks of a pipeline."""
-    own = norm_of_parts(gradients, 2.0) if gradients else torch.zeros(())
+    own = norm_of_parts(gradients, 2.0, ranks.copies) if gradients else torch.zeros(())
     square = own.detach().to("cpu", torch.float64) ** 2
     if ranks.control_group is not None:
         with at(ranks, "clips gradients"):

@@ -16,6 +16,7 @@ from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.shortage import explain_shortage, remedies
 from lightning_pipe.runtime.accelerator import is_out_of_memory, memory_stats
 from lightning_pipe.runtime.meeting import at
+from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.runtime.share import gather_objects
 from lightning_pipe.split._fake import is_fake, storage_key
 from lightning_pipe.split.tree import tensors
@@ -93,12 +94,13 @@ def own_memory(pipeline: Pipeline, processes: int) -> list[StageMemory]:
         names = [name for name in home.held[stage] if name not in counted and name in parameters]
         counted.update(names)
         own = [parameters[name] for name in names if not is_fake(parameters[name])]
+        gradients = [p.grad for p in own if p.grad is not None]
         found.append(
             StageMemory(
                 stage=stage,
                 rank=pipeline.ranks.position,
                 weight_bytes=_bytes_of(own),
-                gradient_bytes=_bytes_of(p.grad for p in own if p.grad is not None),
+                gradient_bytes=_bytes_of(gradients),
                 optimizer_bytes=_state_bytes(pipeline, own),
                 activation_bytes=None if kept is None else kept[stage],
                 peak_bytes=stats["peak_bytes"],
@@ -253,7 +255,8 @@ def _state_bytes(pipeline: Pipeline, parameters: Iterable[Tensor]) -> int:
 
 def _bytes_of(found: Iterable[Tensor]) -> int:
     """Bytes of tensors, each storage once."""
-    sizes = {storage_key(tensor): _tensor_bytes(tensor) for tensor in found}
+    local = map(local_part, found)
+    sizes = {storage_key(tensor): _tensor_bytes(tensor) for tensor in local}
     return sum(sizes.values())
 
 

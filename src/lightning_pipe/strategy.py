@@ -331,8 +331,13 @@ class PipelineStrategy(PipelineReadings):
                 seam.replace_clip(
                     self.precision_plugin, clip_by_norm_over_stages(ranks, self._counts)
                 ),
-                share_overflow(self.precision_plugin, ranks, self.root_device),
-                *agree_while_fitting(trainer, ranks, has_hooks=has_hooks),
+                share_overflow(
+                    self.precision_plugin,
+                    ranks,
+                    self.root_device,
+                    partial(meeting.together(is_parted), ranks) if has_hooks else None,
+                ),
+                *agree_while_fitting(trainer, ranks, has_hooks=has_hooks, is_parted=is_parted),
             ]
 
     @override

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import and_, or_
@@ -84,6 +84,11 @@ def meet_everywhere(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
     of_copies = meet(ranks.copies, place, some << 16 | every)
     ranks.talk.heard |= among.heard
     return [found for both in of_copies for found in (both >> 16, both & 0xFFFF)]
+
+
+def together(everywhere: bool) -> Callable[..., Any]:
+    """:func:`meet_everywhere`, or :func:`meet`."""
+    return meet_everywhere if everywhere else meet
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_pipe.runtime.meeting import ask
 from lightning_pipe.runtime.ranks import Ranks
+from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import storage_key
 from lightning_pipe.split.tree import map_tensors, tensors
 
@@ -62,7 +63,7 @@ class HookParts:
         """A hook begins or ends: what was written goes to the parts."""
         for known in self._known.values():
             if known.whole is not None:  # a write under a dispatch mode leaves no version
-                local_of(known.part).copy_(self._part_of(known.whole, known.part))
+                local_part(known.part).copy_(self._part_of(known.whole, known.part))
         self._known = {}
 
     def wholes(self, given: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -95,7 +96,7 @@ class HookParts:
         known = self._find(parameter)
         if known is None:
             return False
-        local_of(known.part).copy_(self._part_of(self.whole(value), known.part))
+        local_part(known.part).copy_(self._part_of(self.whole(value), known.part))
         known.whole = None
         return True
 
@@ -128,7 +129,7 @@ class HookParts:
         if func.overloadpacket.__name__ in _ALIASES:
             return True, func(*args, **kwargs), None
         if written and self._is_local(func, given):
-            func(*map_tensors(local_of, args), **map_tensors(local_of, kwargs))
+            func(*map_tensors(local_part, args), **map_tensors(local_part, kwargs))
             return True, written[0] if len(written) == 1 else None, None
         values = self.wholes(parted)
 
@@ -175,27 +176,22 @@ class HookParts:
         parameter = self._module.get_parameter(name)
         value = parameter.grad if kind == "gradient" else parameter
         assert value is not None, f"a copy has no gradient of {name}"
-        local: Tensor = local_of(value)
+        local: Tensor = local_part(value)
         return local.detach()
 
     def _part_of(self, whole: Tensor, part: DTensor) -> Tensor:
         with torch.no_grad():
             value = whole.detach().to(part.device, part.dtype)
             made = distribute_tensor(value, part.device_mesh, part.placements, src_data_rank=None)
-            mine = local_of(made)
+            mine = local_part(made)
             assert isinstance(mine, Tensor)
         return mine
 
 
 def _place(part: DTensor) -> tuple[int, ...]:
     """What its aliases have in common, and no other: gradients may share a storage."""
-    local = local_of(part)
+    local = local_part(part)
     return storage_key(local), int(local.storage_offset()), *part.shape
 
 
-def local_of(value: Any) -> Any:
-    """What this process holds of a parted tensor, the same memory; anything else as it is."""
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
-__all__ = ["HookParts", "local_of"]
+__all__ = ["HookParts"]

@@ -286,9 +286,12 @@ def whole_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def local_part(value: Tensor) -> Tensor:
-    """What this process holds of a value; the same memory."""
-    return value.to_local() if isinstance(value, DTensor) else value
+def local_part(value: Any) -> Any:
+    """What this process holds of a tensor, the same memory; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():  # else it is a view with a history
+        return value.to_local()
 
 
 __all__ = ["ShardedWeights", "can_be_sharded", "local_part", "whole_tensor"]

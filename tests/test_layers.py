@@ -64,6 +64,7 @@ LAYERS: dict[str, set[str]] = {
     "processes": {"torch", "lightning", "typing_extensions"},
     "construction": {"torch", "lightning", "typing_extensions"},
     "readings": {"lightning"},
+    "checkpoints": {"torch", "lightning", "typing_extensions"},
     "strategy": {"torch", "lightning", "typing_extensions"},
     "callbacks": {"torch", "lightning"},
     "config_file": {"lightning"},

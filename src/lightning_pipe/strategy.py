@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -30,17 +30,16 @@ from typing_extensions import override
 from lightning_pipe import _lightning as seam
 from lightning_pipe import _loops
 from lightning_pipe.agreement import agree_while_fitting
+from lightning_pipe.checkpoints import PipelineCheckpoints
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.debug import log_actions
-from lightning_pipe.errors import CheckpointError, ConfigError, PipelineError
+from lightning_pipe.errors import ConfigError, PipelineError
 from lightning_pipe.facts import compare, facts_of
 from lightning_pipe.follow import Follow
 from lightning_pipe.gradients import clip_by_norm_over_stages, share_overflow
 from lightning_pipe.hooks import Hooks
-from lightning_pipe.hyperparameters import with_weights
 from lightning_pipe.layout import Size, checkpointing_of, number_of
 from lightning_pipe.manners import (
-    AtomicCheckpointIO,
     move_own,
     refuse_optimizers,
     refuse_training,
@@ -51,15 +50,11 @@ from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
 from lightning_pipe.planfile import read_costs, read_plan, with_plan
 from lightning_pipe.planning.plan import Plan
-from lightning_pipe.readings import PipelineReadings
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.progress import Progress
 from lightning_pipe.sharded import (
-    ShardedCheckpoints,
     check_wanted,
-    make_group,
-    refuse_io,
 )
 from lightning_pipe.sharding import stepping_on_parts
 from lightning_pipe.split._fake import run_eagerly
@@ -79,7 +74,7 @@ from lightning_pipe.synced import SyncedNorms
 _RESTORE = ("auto", "all", "rank_zero", "none")
 
 
-class PipelineStrategy(PipelineReadings):
+class PipelineStrategy(PipelineCheckpoints):
     """Trains one model over several devices, each of which holds some of its layers.
 
     Args:
@@ -225,9 +220,7 @@ class PipelineStrategy(PipelineReadings):
         self._share_predictions = share_predictions
         self._debug = debug
         self._save_distributed_checkpoint = check_wanted(save_distributed_checkpoint)
-        self._sharded: ShardedCheckpoints | None = None
         self._pipeline: Pipeline | None = None
-        self._spread: SpreadModel | None = None
         self._plan: Plan | None = None
         self._shown_plan: Plan | None = None
         self._hooks: Hooks | None = None
@@ -240,10 +233,8 @@ class PipelineStrategy(PipelineReadings):
         return {
             **state,
             "_pipeline": None,
-            "_spread": None,
             "_hooks": None,
             "_undo": [],
-            "_sharded": None,
         }
 
     # ------------------------------------------------------------------ setup
@@ -256,20 +247,13 @@ class PipelineStrategy(PipelineReadings):
                 "module anew and load a checkpoint"
             )
         super().setup_environment()
-        if self._sharded is None and self._save_distributed_checkpoint:
-            given = {
-                "in_background": self._save_distributed_checkpoint == "async",
-                "by_all_copies": self._reduction.is_sharded,
-            }
-            group = make_group(self._own_ranks, **given)
-            self._sharded = ShardedCheckpoints(self._own_ranks, group, **given)
+        self._open_checkpoints()
         if self._spread is not None and self._spread.holds(self._module):
             self._spread.make_whole()
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if self._sharded is not None:
-            refuse_io(self.checkpoint_io)
+        self._refuse_plugin()
         self._build_absent(self._module)
         if self._passes_through:
             super().setup(trainer)
@@ -366,8 +350,8 @@ class PipelineStrategy(PipelineReadings):
         if name == seam.RUN_STAGE and seam.evaluates_first(self._module.trainer):
             self._cut_for_training()
 
+    @override
     def _cut_for_training(self) -> None:
-        """Looks at the first batch and gives the weights to the ranks, unless this comes later."""
         if self._passes_through or self._postponed or self._is_cut:
             return
         trainer = self._module.trainer
@@ -521,77 +505,7 @@ class PipelineStrategy(PipelineReadings):
         if self._pipeline is not None:
             self._pipeline.tail.find_metrics()
 
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return seam.with_default_io(self, AtomicCheckpointIO)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model under its own names, on the first rank; all ranks have to call this."""
-        if not self._is_cut:
-            return {} if self._leaves_to_first else super().lightning_module_state_dict()
-        self._refuse_if_failed()
-        assert self._spread is not None
-        with self._between.suspended():
-            if self._sharded is not None:
-                return self._spread.written_state_dict()
-            return self._spread.state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, numbered as on one device, on the first rank; all have to call this."""
-        if self._spread is None or not self._spread.has_optimizers:
-            state = super().optimizer_state(optimizer)
-            return {**state, "state": {}} if self._leaves_to_first else state
-        self._refuse_if_failed()
-        plain = seam.plain_optimizer(optimizer)
-        if self._sharded is not None:
-            return self._spread.written_optimizer_state(plain)
-        with self._between.suspended():
-            return self._spread.optimizer_state(plain)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._cut_for_training()  # first, so that the state of other ranks is never on the device
-        if self._spread is None or not self._spread.has_optimizers:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        seam.restore_loaders(self._module.trainer)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._spread.load_optimizer_state(optimizer, state)
-            seam.optimizer_to_device(optimizer, self.root_device)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        with self._between.suspended():
-            if self.is_global_zero:
-                checkpoint = with_weights(checkpoint, self._module)
-            if self._sharded is None:
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-                return
-            self._sharded.save(checkpoint, filepath, list(self._module.state_dict()))
-
-    @property
-    def _leaves_to_first(self) -> bool:
-        """Whether another rank writes what is whole on all."""
-        return self._sharded is not None and not self._own_ranks.is_first
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        remove = partial(super().remove_checkpoint, filepath)
-        if self._sharded is None:
-            remove()
-        else:
-            self._sharded.remove(remove)
+    # ------------------------------------------------------------------ the end
 
     @override
     def _fail(self, error: BaseException) -> None:
@@ -599,14 +513,6 @@ class PipelineStrategy(PipelineReadings):
             with suppress(Exception):  # whatever is wrong with the ledger, the error is this one
                 note_shortage(error, self._pipeline)
         super()._fail(error)
-
-    def _refuse_if_failed(self) -> None:
-        if self._failed:
-            raise CheckpointError(
-                "no checkpoint can be made after a failure: the other stages have ended"
-            )
-
-    # ------------------------------------------------------------------ the end
 
     @override
     def teardown(self) -> None:
@@ -623,8 +529,8 @@ class PipelineStrategy(PipelineReadings):
         if self._hooks is not None:
             self._hooks.parts.release()
             self._hooks = None
-        if self._sharded is not None and not self._failed:
-            self._sharded.wait()
+        if not self._failed:
+            self._close_checkpoints()
         self._guard.close()
         seam.teardown(self, super().teardown)
 
@@ -632,10 +538,6 @@ class PipelineStrategy(PipelineReadings):
 
     def _hook_runs(self) -> AbstractContextManager[None]:
         return self._between.running() if self._is_cut else nullcontext()
-
-    @property
-    def _is_cut(self) -> bool:
-        return self._spread is not None and self._spread.holds(self._module)
 
     @property
     def _running(self) -> Pipeline:

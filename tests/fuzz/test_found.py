@@ -53,6 +53,14 @@ FOUND = {
         parts=("residual", "residual", "linear"),
         ops=(("call", 0, 0), ("again", 1, 1), ("call", 2, 2), ("again", 1, 3)),
     ),
+    # the copy that is sent, since the code writes the value, was taken for the code's own
+    "a value that is written after its unit, on a cut that is derived": replace(
+        PLAIN,
+        parts=("residual", "linear", "residual"),
+        ops=(("noise", 0), ("call", 0, 1), ("call", 1, 1), ("inplace", 1, 2), ("call", 2, 4)),
+        rows=8,
+        short=6,
+    ),
 }
 
 

@@ -295,9 +295,9 @@ class MicrobatchRun:
                     check_made(self.trace, call, out, self.program.stage)
                 if call.passes_through:
                     check_aliases(call, out, flatten((args, kwargs))[0], self.program.stage)
+            self._take(call, module, out, (args, kwargs))
         finally:
             self.busy = False
-        self._take(call, module, out, (args, kwargs))
         return out
 
     def _run_unit(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.home import Home
 from lightning_pipe.replicas import Reduction
+from lightning_pipe.runtime import share
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import ShardedWeights
+from lightning_pipe.runtime.shards import ShardedWeights, local_part
 from lightning_pipe.split.ownership import parameter_names
 
 
@@ -65,6 +66,30 @@ def groups_of(module: nn.Module, home: Home, read: Collection[str]) -> list[list
     trained = [[name for name in group if name in read] for group in groups]
     others = [[name for name in group if name not in read] for group in groups]
     return [group for group in (*trained, *others) if group]
+
+
+def share_parts(
+    weights: ShardedWeights, replicated: Mapping[str, tuple[int, ...]], ranks: Ranks
+) -> None:
+    """Gives ranks that hold a part of the same weight the same bits of its gradient.
+
+    Args:
+        weights: Of this rank.
+        replicated: The positions that hold a weight, for those that several do.
+        ranks: This rank.
+    """
+    owners = {name: held for name, held in replicated.items() if name in weights.everywhere}
+    if not owners:
+        return
+    shards = {name: shard for name, shard in weights.shards.items() if name in owners}
+    told: dict[str, Tensor | None] = dict.fromkeys(shards)
+    for name, shard in shards.items():
+        if owners[name][0] == ranks.position and shard.grad is not None:
+            told[name] = local_part(shard.grad)
+    for name, gradient in share.sum_replicated(ranks, told, owners).items():
+        kept = shards[name].grad
+        if gradient is not None and kept is not None:
+            local_part(kept).copy_(gradient)
 
 
 @contextmanager

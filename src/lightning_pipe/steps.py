@@ -35,7 +35,8 @@ from lightning_pipe.replicas import Copies, Reduction, metric_sync
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import ShardedWeights, local_part
+from lightning_pipe.runtime.shards import local_part
+from lightning_pipe.sharding import share_parts
 from lightning_pipe.split.patching import find_metrics
 from lightning_pipe.split.rng import mix, preserved
 from lightning_pipe.split.rows import Pieces
@@ -390,26 +391,9 @@ class Pipeline(PipelineCuts):
             whole = {name: p for name, p in whole.items() if name not in parts}
             shared = {name: owners for name, owners in shared.items() if name not in parts}
             self.weights.reduce()
-            self._share_parts(self.weights)
+            share_parts(self.weights, self._replicated, self.ranks)
         self.copies.average(whole, shared)
         self._guards.compare_copies(self.copies.told, whole)
-
-    def _share_parts(self, weights: ShardedWeights) -> None:
-        """Ranks that hold a part of the same weight have the same bits of its gradient."""
-        owners = {n: held for n, held in self._replicated.items() if n in weights.everywhere}
-        if not owners:
-            return
-        shards = {n: p for n, p in weights.shards.items() if n in owners}
-        mine = {
-            name: None if shard.grad is None else local_part(shard.grad)
-            for name, shard in shards.items()
-            if owners[name][0] == self.ranks.position
-        }
-        told = {name: mine.get(name) for name in shards}
-        for name, gradient in share.sum_replicated(self.ranks, told, owners).items():
-            kept = shards[name].grad
-            if gradient is not None and kept is not None:
-                local_part(kept).copy_(gradient)
 
     def _carry(self, *, with_output: bool, training: bool) -> Traces:
         """Brings what the tail left on the last stage's rank to all ranks."""

@@ -107,6 +107,7 @@ def _keeps_one(folder, mode):
 
 @pytest.mark.parametrize("mode", [True, "async"])
 def test_old_folders_are_removed_when_the_new_one_is_there(tmp_path, mode):
+    (tmp_path / "step=9.ckpt").write_bytes(b"of another run, in one file")
     run_ranks(2, _keeps_one, str(tmp_path), mode)
     assert [path.name for path in tmp_path.iterdir()] == ["step=9.ckpt"]
     assert read_sharded(tmp_path / "step=9.ckpt")["global_step"] == 9

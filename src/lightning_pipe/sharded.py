@@ -405,8 +405,10 @@ def _retire(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_dir():
         shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)  # a checkpoint of one file was there
 
 
 def _whole(value: Any) -> Any:

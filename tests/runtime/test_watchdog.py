@@ -100,6 +100,7 @@ def test_patience_follows_the_length_of_a_step_and_what_was_asked_for():
     assert not by_itself.ends(STUCK, 60, 0.5)
     assert by_itself.ends(STUCK, 300, 0.5)
     assert not by_itself.ends(BUSY, 10_000, 0.5)
+    assert by_itself.answer_s > Patience(10).answer_s  # a machine may be busy: it must say so
     asked = Patience(10)
     assert [asked.moment_s(looks, 40.0) for looks in (0, 1)] == [10, 20]
     assert all(asked.ends(kind, 10, 40.0) for kind in (GONE, STUCK, BUSY))

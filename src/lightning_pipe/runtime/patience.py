@@ -12,6 +12,8 @@ Timeout = float | str | None
 _REPORT_S = 60.0
 _STUCK_S = 300.0
 _STEPS = 10
+_ANSWER_S = 5.0
+_BUSY_ANSWER_S = 60.0  # a machine that compiles or swaps may keep a thread from running for long
 _NEVER_S = float("inf")
 
 
@@ -51,6 +53,14 @@ class Patience:
             return float(self.timeout) * (looks + 1)
         first_s = max(_REPORT_S, _STEPS * usual_s)
         return max(_STUCK_S, first_s) * looks if looks else first_s
+
+    @property
+    def answer_s(self) -> float:
+        """How long a rank may take to say what it does before it counts as gone.
+
+        The death of a process is seen by itself; this is for one that lives.
+        """
+        return _BUSY_ANSWER_S if self.timeout == "auto" else _ANSWER_S
 
     def ends(self, kind: str, waited_s: float, usual_s: float) -> bool:
         """Whether a wait that was looked into ends the run.

@@ -32,7 +32,6 @@ _STOP_S = 5.0  # for the thread to end
 _HANG_GRACE_S = 1.0  # for the others to say what they have to, before all end
 _LOST_GRACE_S = 10.0  # the same, after the process that keeps the store has gone
 _CAUSE_S = 2.0  # for the cause of a broken connection to be known
-_ANSWER_S = 5.0  # for a rank to say what it does
 _REAP_S = 4.0  # for a rank to hear that the run is over
 
 
@@ -265,7 +264,7 @@ class _Watch:
             return  # another asked first
         self._num_alarms += 1
         self._say(number)
-        states, silent = self._board.answers(number, _ANSWER_S)
+        states, silent = self._board.answers(number, self._patience.answer_s)
         verdict = judge(self._ranks.global_rank, states, silent)
         ends = self._patience.ends(verdict.kind, waited_s, usual_s)
         self._board.decide(number, replace(verdict, ends=ends))
@@ -291,7 +290,7 @@ class _Watch:
             since_s = self._progress.since_s
             self._alarmed = since_s, self._looks(since_s) + 1
         self._say(number)
-        verdict = self._board.verdict(number, _ANSWER_S + 1)
+        verdict = self._board.verdict(number, self._patience.answer_s + 1)
         if verdict is not None and verdict.kind != MOVED and not verdict.ends:
             _write(f"no progress: {verdict.text}")
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader
 
-from lightning_pipe import CheckpointError, ConfigError, PipelineStrategy
+from lightning_pipe import CheckpointError, ConfigError, PipelineStrategy, sharded
 from lightning_pipe.cli import consolidate
 from lightning_pipe.runtime.stored import stored_tensors
 from lightning_pipe.sharded import read_sharded
@@ -107,10 +107,16 @@ def _keeps_one(folder, mode):
 
 @pytest.mark.parametrize("mode", [True, "async"])
 def test_old_folders_are_removed_when_the_new_one_is_there(tmp_path, mode):
-    (tmp_path / "step=9.ckpt").write_bytes(b"of another run, in one file")
     run_ranks(2, _keeps_one, str(tmp_path), mode)
     assert [path.name for path in tmp_path.iterdir()] == ["step=9.ckpt"]
     assert read_sharded(tmp_path / "step=9.ckpt")["global_step"] == 9
+
+
+def test_a_folder_takes_the_place_of_a_file(tmp_path):
+    (tmp_path / "last.ckpt").write_bytes(b"of another run, in one file")
+    (tmp_path / ".part").mkdir()
+    sharded._replace(tmp_path / ".part", tmp_path / "last.ckpt")
+    assert [(path.name, path.is_dir()) for path in tmp_path.iterdir()] == [("last.ckpt", True)]
 
 
 def _reads(folder):

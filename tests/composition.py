@@ -186,7 +186,7 @@ Beside these, which are the same with any of them:
 | sharded copies (`data_parallel_sharding`, FSDP2) | | exact | `tests/test_sharded_data.py`, `tests/test_strategy_between.py` |
 | an uneven last batch | exact | the epoch ends for all | `tests/test_data_parallel.py` |
 | copies with other numbers of rows | | exact | `tests/test_data_parallel.py` |
-| `overfit_batches`, `limit_*`, `fast_dev_run`, `profiler`, `detect_anomaly`, `deterministic`, `inference_mode` | exact | | `tests/test_trainer_flags.py` |
+| `overfit_batches`, `limit_*`, `fast_dev_run`, `profiler`, `detect_anomaly`, `deterministic`, `inference_mode` | exact | exact | `tests/test_trainer_flags.py` |
 | `LearningRateFinder`, `BatchSizeFinder` | refused | refused | `tests/test_strategy_life.py` |
 | `on_before_optimizer_step` with `grad_norm` | exact | | `tests/test_strategy_between.py` |
 | Transformer Engine, bitsandbytes | refused | refused | `tests/test_precision.py` |

@@ -131,6 +131,13 @@ CASES: dict[str, dict[str, Any]] = {
     "no_inference_mode": {"inference_mode": False, "max_epochs": 1},
     "several_loaders": {"loaders": 2, "max_epochs": 1},
     "barebones": {"barebones": True, "max_epochs": 1},
+    "flags": {
+        "detect_anomaly": True,
+        "deterministic": True,
+        "profiler": "simple",
+        "inference_mode": False,
+        "max_epochs": 1,
+    },
     "no_sampler": {"use_distributed_sampler": False, "max_epochs": 1},
 }
 
@@ -159,6 +166,7 @@ def _run(case: str, devices: int, strategy: dict[str, Any] | None) -> dict[str, 
         validated = trainer.validate(module, datamodule=data, verbose=False)
         tested = trainer.test(module, datamodule=data, verbose=False)
         predicted = trainer.predict(module, datamodule=data)
+        torch.use_deterministic_algorithms(False)  # this process goes on
     return {
         "calls": recorder.calls,
         "fitted": fitted,
@@ -207,8 +215,22 @@ def test_one_rank_does_what_one_device_does(case: str, strategy: dict[str, Any])
     _compare(case, _run(case, 1, strategy), num_ranks=1)
 
 
-def _all(cases: list[str]) -> dict[str, Any]:
-    return {case: _run(case, 2, {"num_microbatches": 2}) for case in cases}
+def _all(cases: list[str], devices: int = 2, **strategy: Any) -> dict[str, Any]:
+    return {case: _run(case, devices, {"num_microbatches": 2, **strategy}) for case in cases}
+
+
+def _copies(cases: list[str]) -> dict[str, Any]:
+    """Both see all rows, so that they do what one device does."""
+    for case in cases:
+        CASES[case] = {**CASES[case], "use_distributed_sampler": False}
+    return _all(cases, 4, data_parallel_size=2)
+
+
+def test_copies_do_what_one_device_does() -> None:
+    cases = ["flags", "overfit_batches", "limits", "fast_dev_run"]
+    for runs in run_ranks(4, _copies, cases, timeout=170):
+        for case, got in runs.items():
+            _compare(case, got, num_ranks=4)
 
 
 def test_two_ranks_do_what_one_device_does() -> None:

@@ -161,3 +161,9 @@ def test_units_compile_under_autocast() -> None:
 def test_what_cannot_be_compiled_so_is_refused_at_once(given: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         PipelineStrategy(pipeline_parallel_size=2, compile=given)
+
+
+@pytest.mark.parametrize("given", [None, False, True, {"backend": "eager"}])
+def test_what_a_strategy_says_of_itself_can_be_given_again(given: Any) -> None:
+    said = PipelineStrategy(pipeline_parallel_size=2, compile=given).given["compile"]
+    assert PipelineStrategy(pipeline_parallel_size=2, compile=said).given["compile"] == said

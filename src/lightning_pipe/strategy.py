@@ -167,7 +167,7 @@ class PipelineStrategy(PipelineCheckpoints):
         split_batch: dict[str, int | str | None] | None = None,
         batchnorm: str = "micro-batch",
         activation_checkpointing: str | int | list[str] = "auto",
-        compile: bool | str | dict[str, Any] = False,
+        compile: bool | str | dict[str, Any] | None = False,
         plan: str | None = None,
         costs: str | None = None,
         restore_model: str = "auto",

@@ -27,7 +27,7 @@ _ARGUMENTS = [
 _GRAPHS = ("reduce-overhead", "max-autotune")
 
 
-def check_options(given: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+def check_options(given: bool | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Arguments for `torch.compile`; None where nothing is compiled.
 
     Args:
@@ -36,7 +36,7 @@ def check_options(given: bool | str | Mapping[str, Any]) -> dict[str, Any] | Non
     Raises:
         ConfigError: They are none, or need what a pipeline does not have.
     """
-    if isinstance(given, bool):
+    if given is None or isinstance(given, bool):
         return {} if given else None
     if not isinstance(given, (str, Mapping)):
         raise ConfigError(f"compile={given!r}: give True, a mode, or arguments of torch.compile")

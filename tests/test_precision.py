@@ -263,9 +263,17 @@ def test_transformer_engine_is_refused_before_processes_start(
     _transformer_engine(monkeypatch)
     for name in ("transformer-engine", "transformer-engine-float16"):
         with pytest.raises(ConfigError, match=r"TransformerEnginePrecision .* reduces the scales"):
-            pl.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(), precision=name)
+            pl.Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=PipelineStrategy(),
+                precision=name,
+                logger=False,
+            )
         # one stage, and no micro-batches: nothing of this strategy is in the way
-        pl.Trainer(accelerator="cpu", devices=1, strategy=PipelineStrategy(), precision=name)
+        pl.Trainer(
+            accelerator="cpu", devices=1, strategy=PipelineStrategy(), precision=name, logger=False
+        )
 
 
 @pytest.mark.parametrize("plugin", [BitsandbytesPrecision, DeepSpeedPrecision])

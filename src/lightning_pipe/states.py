@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import psutil
@@ -157,8 +158,9 @@ class SpreadModel:
         state = optimizer.state_dict()
         if self._pipeline.weights is not None:
             assert self._ranks.copies is not None
+            whole = partial(whole_tensor, copies=self._ranks.copies)
             with at(self._ranks.copies, "gathers the parts of the optimizer's state"):
-                state["state"] = map_tensors(whole_tensor, state["state"])
+                state["state"] = map_tensors(whole, state["state"])
         if self._ranks.data_parallel_rank:
             return state
         with at(self._ranks, "gathers the state of the optimizer"):
@@ -217,10 +219,12 @@ class SpreadModel:
         weights, self._pipeline.weights = self._pipeline.weights, None
         if weights is None:
             return
+        assert self._ranks.copies is not None
+        joined = partial(whole_tensor, copies=self._ranks.copies)
         for optimizer in self._optimizers:
             for shard in weights.shards.values():
                 if shard in optimizer.state:
-                    optimizer.state[shard] = map_tensors(whole_tensor, optimizer.state[shard])
+                    optimizer.state[shard] = map_tensors(joined, optimizer.state[shard])
         replaced = weights.restore()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

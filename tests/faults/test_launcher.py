@@ -18,7 +18,8 @@ from tests.helpers import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from torch.utils.data import DataLoader
 from tests import lit
 

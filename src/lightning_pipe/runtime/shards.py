@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_pipe.runtime import _torch
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks, connected
-from lightning_pipe.runtime.reduce import agreed_kinds
+from lightning_pipe.runtime.reduce import agreed_kinds, gather_values
 from lightning_pipe.split._fake import RestingParameter, empty_fake
 from lightning_pipe.split.ownership import parameter_names
 
@@ -218,8 +218,7 @@ class ShardedWeights:
 
     def whole(self, name: str) -> Tensor:
         """The value of a parameter; all copies have to ask for it."""
-        with connected(self._copies):
-            return whole_tensor(self.shards[name].detach())
+        return whole_tensor(self.shards[name], self._copies)
 
     def part(self, name: str, value: Tensor, *, is_whole: bool = False) -> Tensor:
         """This copy's part of a value of the shape of a parameter; or all of one, beside parts."""
@@ -281,9 +280,18 @@ class _Group:
         self.is_coming = self.is_there = False
 
 
-def whole_tensor(value: Tensor) -> Tensor:
-    """A value of which each copy may hold a part; all copies have to ask for it."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def whole_tensor(value: Tensor, copies: Ranks) -> Tensor:
+    """A value of which each copy may hold a part; all copies have to ask for it.
+
+    `DTensor.full_tensor` would do, but what torch remembers of an operation on such tensors has the
+    groups in it of the first time, which may be those of a run that is over.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    local: Tensor = local_part(value)
+    if value.placements != (Shard(0),):
+        return local.detach()
+    return torch.cat(gather_values(copies, local))
 
 
 def local_part(value: Any) -> Any:

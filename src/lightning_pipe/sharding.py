@@ -41,9 +41,9 @@ def shard_weights(
     if copies is None:
         return None
     assert copies.pipeline_group is not None
-    mesh = DeviceMesh.from_group(
-        copies.pipeline_group, device.type, mesh_dim_names=("data_parallel",)
-    )
+    # torch takes meshes of equal names for one, also where the groups of the other are gone
+    name = f"data_parallel_{copies.pipeline_group.group_name}"
+    mesh = DeviceMesh.from_group(copies.pipeline_group, device.type, mesh_dim_names=(name,))
     return ShardedWeights(
         module, groups_of(module, home, read), copies, mesh, reduction.dtype, device
     )

@@ -141,41 +141,39 @@ _CASES = {
 }
 
 
-def _references(copies, names):
-    cases = {name: _CASES[name] for name in names}
+def _references(copies, cases):
     return {
         name: _fit(None, model, 4 * copies, **arguments)
         for name, (_, model, arguments) in cases.items()
     }
 
 
-def _copies(num_ranks, names):
+def _copies(num_ranks, cases, **more):
     results = {}
-    for name in names:
-        strategy, model, arguments = _CASES[name]
+    for name, (strategy, model, arguments) in cases.items():
         if num_ranks == 1:
             strategy = {
                 k: v for k, v in strategy.items() if k not in ("schedule", "virtual_stages")
             }
-        given = {**strategy, "pipeline_parallel_size": num_ranks, "data_parallel_size": "auto"}
-        results[name] = _fit(given, model, 4, **arguments)
+        sizes = {"pipeline_parallel_size": num_ranks, "data_parallel_size": "auto"}
+        results[name] = _fit({**strategy, **sizes, **more}, model, 4, **arguments)
     return results
 
 
 def test_two_copies_of_two_ranks_train_as_one_device():
-    expected = run_ranks(1, _references, 2, list(_CASES))[0]
+    expected = run_ranks(1, _references, 2, _CASES)[0]
     assert expected["accumulated, clipped by norm"]["steps"] == 2  # the last one is of 2 batches
-    for result in run_ranks(4, _copies, 2, list(_CASES)):
+    for result in run_ranks(4, _copies, 2, _CASES):
         for name, found in result.items():
             tolerance = 1e-5 if name == "fp32" else 1e-9
             lit.assert_equal([found], expected[name], tolerance)
 
 
 def test_copies_of_one_rank_are_data_parallel():
-    names = ["sgd", "tied, small buckets"]
-    expected = run_ranks(1, _references, 2, names)[0]
-    for result in run_ranks(2, _copies, 1, names):
-        for name in names:
+    cases = {name: _CASES[name] for name in ("sgd", "tied, small buckets")}
+    expected = run_ranks(1, _references, 2, cases)[0]
+    for result in run_ranks(2, _copies, 1, cases):
+        for name in cases:
             lit.assert_equal([result[name]], expected[name])
 
 

@@ -93,3 +93,17 @@ def test_digits(pool: Callable[..., Any], tmp_path: Path) -> None:
     alone = validate_alone(model, Digits())
     assert alone["val_accuracy"] == pytest.approx(first["val_accuracy"], rel=1e-6)
     assert alone["val_loss"] == pytest.approx(first["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt_copies", "gpt_sharded"])
+def test_a_config_of_copies_goes_on_top_of_the_example(name: str) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    files = [str(ROOT / "configs" / f"{file}.yaml") for file in ("gpt", name)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = [argument for file in files for argument in ("--config", file)]
+        trainer = LightningCLI(args=given, run=False).trainer
+    assert isinstance(trainer.strategy, PipelineStrategy)
+    assert trainer.strategy.distributed_sampler_kwargs["num_replicas"] == 2
+    assert trainer.strategy._reduction.is_sharded == (name == "gpt_sharded")

@@ -58,6 +58,7 @@ LAYERS: dict[str, set[str]] = {
     "facts": {"torch", "lightning"},
     "signals": {"lightning"},
     "debug": {"lightning_utilities"},
+    "folders": set(),
     "sharded": {"torch", "lightning"},
     "agreement": {"torch", "lightning", "lightning_utilities"},
     "follow": {"lightning_utilities"},
@@ -82,6 +83,8 @@ SEAMS = {
     "split/_fake.py": {"torch"},
     "split/compiled.py": {"torch"},
     "split/recompute.py": {"torch"},
+    "split/schemas.py": {"torch"},  # of operators
+    "split/stand_ins.py": {"torch"},
     "split/tree.py": {"torch"},  # torch's pytree
     "_loops.py": {"lightning"},
     "_lightning.py": {"lightning", "torch"},  # torch for the pytree of CombinedLoader

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader
 
-from lightning_pipe import CheckpointError, ConfigError, PipelineStrategy, sharded
+from lightning_pipe import CheckpointError, ConfigError, PipelineStrategy, folders
 from lightning_pipe.cli import consolidate
 from lightning_pipe.runtime.stored import stored_tensors
 from lightning_pipe.sharded import read_sharded
@@ -115,7 +115,7 @@ def test_old_folders_are_removed_when_the_new_one_is_there(tmp_path, mode):
 def test_a_folder_takes_the_place_of_a_file(tmp_path):
     (tmp_path / "last.ckpt").write_bytes(b"of another run, in one file")
     (tmp_path / ".part").mkdir()
-    sharded._replace(tmp_path / ".part", tmp_path / "last.ckpt")
+    folders.replace(tmp_path / ".part", tmp_path / "last.ckpt")
     assert [(path.name, path.is_dir()) for path in tmp_path.iterdir()] == [("last.ckpt", True)]
 
 

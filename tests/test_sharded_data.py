@@ -4,65 +4,49 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import lit
+from tests import test_data_parallel as data_parallel
 from tests.lit import run_ranks
-from tests.test_data_parallel import _CASES, _fit, _loader, _references, _Synced, _SyncedTied
+from tests.test_data_parallel import _copies, _loader, _references, _Synced, _SyncedTied
+from tests.test_strategy_between import _ClippingSGD
 from tests.test_strategy_life import _Overflowing, _Scaled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_pipe import ConfigError
+from lightning_pipe import ConfigError, PipelineStrategy
 from lightning_pipe.cli import consolidate
 from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
 
-_MORE = {
+_CASES = {
+    **data_parallel._CASES,
     "zero bubble": (
         {"schedule": "zero_bubble", "num_microbatches": 4},
         "adamw",
         {"gradient_clip_val": 0.05},
     ),
     "recomputed": ({"num_microbatches": 2, "activation_checkpointing": "all"}, "adamw", {}),
+    "compiled": ({"num_microbatches": 2, "compile": {"backend": "aot_eager"}}, "sgd", {}),
 }
-_ALL = {**_CASES, **_MORE}
 
 
-def _sharded(num_ranks, names):
-    results = {}
-    for name in names:
-        strategy, model, arguments = _ALL[name]
-        if num_ranks == 1:
-            strategy = {
-                k: v for k, v in strategy.items() if k not in ("schedule", "virtual_stages")
-            }
-        given = {
-            **strategy,
-            "pipeline_parallel_size": num_ranks,
-            "data_parallel_size": "auto",
-            "data_parallel_sharding": True,
-        }
-        results[name] = _fit(given, model, 4, **arguments)
-    return results
-
-
-def _more_references(copies):
-    return {name: _fit(None, model, 4 * copies, **kw) for name, (_, model, kw) in _MORE.items()}
+def _sharded(num_ranks, cases):
+    return _copies(num_ranks, cases, data_parallel_sharding=True)
 
 
 def test_sharded_copies_of_two_ranks_train_as_one_device():
-    expected = run_ranks(1, _references, 2, list(_CASES))[0]
-    expected |= run_ranks(1, _more_references, 2)[0]
-    for result in run_ranks(4, _sharded, 2, list(_ALL)):
+    expected = run_ranks(1, _references, 2, _CASES)[0]
+    for result in run_ranks(4, _sharded, 2, _CASES):
         for name, found in result.items():
             tolerance = 1e-5 if name == "fp32" else 1e-9
             lit.assert_equal([found], expected[name], tolerance)
 
 
 def test_sharded_copies_of_one_rank_train_as_one_device():
-    names = ["sgd", "tied, small buckets"]
-    expected = run_ranks(1, _references, 2, names)[0]
-    for result in run_ranks(2, _sharded, 1, names):
-        for name in names:
+    cases = {name: _CASES[name] for name in ("sgd", "tied, small buckets")}
+    expected = run_ranks(1, _references, 2, cases)[0]
+    for result in run_ranks(2, _sharded, 1, cases):
+        for name in cases:
             lit.assert_equal([result[name]], expected[name])
 
 
@@ -208,6 +192,28 @@ class _Writes(_Synced):
         with torch.no_grad():
             self.net[1][0].weight.mul_(0.9)
         self.net[3][0].weight.requires_grad_(self.current_epoch > 0)
+
+
+class _Clips(_Synced):
+    def configure_optimizers(self):
+        return _ClippingSGD(self.parameters(), lr=0.5)
+
+
+def _clipped(strategy, batch_size):
+    module = lit.seeded(_Clips)
+    used = lit.trainer(strategy, lit.world())
+    used.fit(module, _loader(lit.rows(24), batch_size, None if strategy is None else 1))
+    return lit.outcome(module, used)
+
+
+def test_an_optimizer_that_clips_within_its_step_takes_the_norm_of_all_parts():
+    expected = run_ranks(1, _clipped, None, 8)[0]
+    lit.assert_equal(run_ranks(2, _clipped, _SHARDED, 4), expected)
+
+
+def test_what_is_no_choice_is_refused():
+    with pytest.raises(ConfigError, match="data_parallel_sharding='yes': give True or False"):
+        PipelineStrategy(pipeline_parallel_size=2, data_parallel_sharding="yes")
 
 
 def _written(strategy, batch_size):

@@ -91,6 +91,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "gpipe, again": {"schedule": "gpipe", "activation_checkpointing": "all"},
     "zbv": {"schedule": "zbv", "virtual_stages": 2},
     "compiled": {"compile": {"backend": "aot_eager"}},
+    "in parts": {"data_parallel_sharding": True},
     "deferred": {"batchnorm": "deferred"},
 }
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-#: by whole layers, as the issue's figures: 5 blocks before the cut, 3 and the head after
+#: by whole layers: 5 blocks before the cut, 3 and the head after it
 _CUTS = {
     1: {"gpt": [6, 4], "heavy-head": [8, 2], "small": [3, 3]},
     2: {"gpt": [3, 3, 2, 2], "heavy-head": [4, 3, 2, 1], "small": [2, 2, 1, 1]},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -17,10 +16,10 @@ from lightning_pipe.activations import units_to_run_again
 from lightning_pipe.conditions import Conditions
 from lightning_pipe.cuts import Cuts
 from lightning_pipe.decide import decide
-from lightning_pipe.errors import CutError
 from lightning_pipe.home import (
     CutStep,
     Home,
+    refuse_strangers,
     whole_as_fakes,
 )
 from lightning_pipe.layout import Layout
@@ -31,10 +30,10 @@ from lightning_pipe.planning.profile import Profile
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.accelerator import total_memory
-from lightning_pipe.runtime.meeting import at, meet
+from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.shards import ShardedWeights
-from lightning_pipe.sameness import see_together
+from lightning_pipe.sameness import refuse_other_stages, see_together
 from lightning_pipe.sharding import shard_weights
 from lightning_pipe.split.again import repeatable_calls
 from lightning_pipe.split.analyse import trace_step
@@ -135,7 +134,7 @@ class PipelineCuts:
             args = (first, *args[1:])
         with nullcontext() if self.blueprint is None else self.blueprint.unguarded(self.module):
             self._cut(name, args, training=training)
-        self._compare_copies()
+        refuse_other_stages(self.home, self.ranks.copies)
         if self.blueprint is not None:
             self.blueprint.finish()
             self.blueprint = None
@@ -157,18 +156,6 @@ class PipelineCuts:
     def whole_weights(self) -> AbstractContextManager[None]:
         """For a trace: what this rank holds parts of has the right shapes."""
         return nullcontext() if self.weights is None else self.weights.as_fakes(self.device)
-
-    def _compare_copies(self) -> None:
-        """Refuses copies of the pipeline that have other stages: they could not be averaged."""
-        home, copies = self.home, self.ranks.copies
-        if copies is None:
-            return
-        seen = repr((home.starts, home.stage_to_rank, [sorted(held) for held in home.held]))
-        if len(set(meet(copies, "has cut the model", zlib.crc32(seen.encode())))) > 1:
-            raise CutError(
-                "the copies of the pipeline have cut the model into other stages than each other. "
-                "Build the same model on every rank, with the same versions of the same packages"
-            )
 
     def _cut(self, name: str, args: tuple[Any, ...], *, training: bool) -> None:
         seen = signature(args[0])
@@ -321,7 +308,7 @@ class PipelineCuts:
                 instead=instead,
             )
         if training and self._home is not None:
-            self._refuse_strangers(found)
+            refuse_strangers(self.module, found, self._known)
         return found
 
     def _cut_for(
@@ -387,20 +374,6 @@ class PipelineCuts:
                 device_type=self.device.type,
                 generators=self._cuts.generators,
             )
-
-    def _refuse_strangers(self, trace: Trace) -> None:
-        """Refuses weights that came to the step after the cut: they are on no stage."""
-        inside = tuple(f"{unit}." for unit in trace.unit_names)
-        for name, parameter in self.module.named_parameters():
-            is_read = name in trace.glue_parameters or name.startswith(inside)
-            if is_read and parameter.requires_grad and self._known.get(name) is not parameter:
-                raise CutError(
-                    f"the step uses the weight {name}, which was made or replaced after the model "
-                    "was cut into stages at its first step, so it is on no stage and nobody would "
-                    "sum its gradients. Make it before fit (in __init__, setup or configure_model) "
-                    "and leave it out of the step, or frozen, until it is wanted; or end this fit "
-                    "and call trainer.fit again"
-                )
 
     def _state_key(self, name: str, *, training: bool) -> tuple[str, bool, Any]:
         """What a trace depends on besides its batch: modules in train or eval mode, frozen

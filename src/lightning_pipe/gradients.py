@@ -172,13 +172,10 @@ def share_overflow(
     return undo
 
 
-def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
     """What has, in its `.grad`, the gradient or this copy's part of it: the same memory."""
-    found: list[Any] = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            found.append(SimpleNamespace(grad=local_part(parameter.grad)))
-    return found
+    gradients = (parameter.grad for parameter in parameters)
+    return [SimpleNamespace(grad=local_part(grad)) for grad in gradients if grad is not None]
 
 
 def norm_of_parts(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.errors import CutError
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.ownership import Ownership
 from lightning_pipe.split.program import StageProgram
@@ -122,6 +123,30 @@ def whole_as_fakes(
         yield
     finally:
         ghosts.restore(values)
+
+
+def refuse_strangers(module: nn.Module, trace: Trace, known: Mapping[str, nn.Parameter]) -> None:
+    """Refuses weights that came to the step after the cut: they are on no stage.
+
+    Args:
+        module: The user's module.
+        trace: Of a training step.
+        known: The weights that were there at the cut.
+
+    Raises:
+        CutError: With what to do.
+    """
+    inside = tuple(f"{unit}." for unit in trace.unit_names)
+    for name, parameter in module.named_parameters():
+        is_read = name in trace.glue_parameters or name.startswith(inside)
+        if is_read and parameter.requires_grad and known.get(name) is not parameter:
+            raise CutError(
+                f"the step uses the weight {name}, which was made or replaced after the model was "
+                "cut into stages at its first step, so it is on no stage and nobody would sum its "
+                "gradients. Make it before fit (in __init__, setup or configure_model) and leave "
+                "it out of the step, or frozen, until it is wanted; or end this fit and call "
+                "trainer.fit again"
+            )
 
 
 def changing_places(trace: Trace) -> frozenset[Place]:

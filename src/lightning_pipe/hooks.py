@@ -30,12 +30,13 @@ from lightning_pipe.runtime._torch import total_norm_replaced
 from lightning_pipe.split._fake import (
     TorchDispatchMode,
     TorchFunctionMode,
+    blank,
     is_fake,
-    mutated_arguments,
     popped,
-    with_stand_ins,
     without_modes,
 )
+from lightning_pipe.split.schemas import mutated_arguments, reads_nothing
+from lightning_pipe.split.stand_ins import with_stand_ins
 from lightning_pipe.split.tree import map_tensors, tensors
 
 _LIKE = frozenset(
@@ -126,9 +127,9 @@ class Hooks:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _LIKE:
-            return self._on_blanks(func, args, kwargs)
+            return self._onblanks(func, args, kwargs)
         written = mutated_arguments(func, args, kwargs)
-        if not written and name not in _VALUES and _reads_nothing(func):
+        if not written and name not in _VALUES and reads_nothing(func):
             return func(*args, **kwargs)
         if name.startswith("_foreach"):
             if written:
@@ -183,9 +184,9 @@ class Hooks:
             args, kwargs = map_tensors(real, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _on_blanks(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _onblanks(self, func: Any, args: Any, kwargs: Any) -> Any:
         with without_modes():
-            args, kwargs = map_tensors(_blank, (args, kwargs))
+            args, kwargs = map_tensors(blank, (args, kwargs))
         return func(*args, **kwargs)
 
     def _fetch(self, parts: Any) -> dict[Part, Tensor]:
@@ -198,11 +199,11 @@ class Hooks:
         targets = [found.get(id(tensor)) for tensor in written]
         targets_ids = {id(tensor) for tensor in written}
         sources = [f for key, f in found.items() if key not in targets_ids]
-        needed = [s for s in sources if not all(_is_beside(t, s) for t in targets)]
+        needed = [s for s in sources if not all(s.is_beside(t) for t in targets)]
         args, kwargs = self._with_values(_given, args, kwargs, found, needed)
         if all(t is not None and not self.parts.is_here(t.part) for t in targets):
             if torch.Tag.nondeterministic_seeded in func.tags:
-                self._on_blanks(func, args, kwargs)
+                self._onblanks(func, args, kwargs)
             return written[0] if len(written) == 1 else tuple(written)
         return func(*args, **kwargs)
 
@@ -217,7 +218,7 @@ class Hooks:
             beside = _is_list(value, count)
             for index, tensor in enumerate(tensors(value)):
                 source = found.get(id(tensor))
-                if source is not None and not (beside and _is_beside(targets[index], source)):
+                if source is not None and not (beside and source.is_beside(targets[index])):
                     needed.append(source)
         args, kwargs = self._with_values(_given, args, kwargs, found, needed)
         kept = [i for i, t in enumerate(targets) if t is None or self.parts.is_here(t.part)]
@@ -388,31 +389,8 @@ _HANDLERS: dict[Any, Callable[[Hooks, Any, Any], Any]] = {
 }
 
 
-def _is_beside(target: Found | None, source: Found) -> bool:
-    """Whether each rank that has the target has the source."""
-    return target is not None and set(target.part.owners) <= set(source.part.owners)
-
-
 def _is_list(value: Any, count: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == count
-
-
-def _reads_nothing(func: Any) -> bool:
-    """Whether an operation is about shapes, or makes a view."""
-    returns = func._schema.returns
-    if all("Tensor" not in str(r.type) for r in returns):
-        return True
-    return all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _blank(tensor: Tensor) -> Tensor:
-    """A tensor of zeros in the place of a fake."""
-    if not is_fake(tensor):
-        return tensor
-    blank = torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return blank.zero_()
 
 
 def _hashable(value: Any) -> Any:

@@ -60,6 +60,10 @@ class Found:
         offset = int(tensor.storage_offset()) - int(self.base.storage_offset())
         return whole.as_strided(tensor.size(), tensor.stride(), offset)
 
+    def is_beside(self, target: Found | None) -> bool:
+        """Whether each rank that has the target has this too."""
+        return target is not None and set(target.part.owners) <= set(self.part.owners)
+
 
 _PRESENT = ("which gradients are there", "")
 

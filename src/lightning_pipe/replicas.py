@@ -49,6 +49,8 @@ class Reduction:
                 f"reduce_dtype={self.reduce_dtype!r}: give one of {', '.join(_DTYPES)}, or None: "
                 "gradients are then sent as they are"
             )
+        if not isinstance(self.is_sharded, bool):
+            raise ConfigError(f"data_parallel_sharding={self.is_sharded!r}: give True or False")
         if isinstance(self.bucket_cap_mb, bool) or not self.bucket_cap_mb > 0:
             raise ConfigError(f"bucket_cap_mb={self.bucket_cap_mb!r}: give a number above 0")
 

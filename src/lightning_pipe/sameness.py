@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.home import Home
 from lightning_pipe.runtime import share
+from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.memo import Elsewhere, SharedOutcomes
 
@@ -68,3 +71,23 @@ def _agree(ranks: Ranks, shared: SharedOutcomes, text: str, failure: Exception |
             "it may depend on the rank or on an unseeded random choice"
         )
     return False
+
+
+def refuse_other_stages(home: Home, copies: Ranks | None) -> None:
+    """Refuses copies of the pipeline that have other stages: they could not be averaged.
+
+    Args:
+        home: The stages of this copy.
+        copies: This position in all copies; None if there is one.
+
+    Raises:
+        CutError: They differ; on all copies.
+    """
+    if copies is None:
+        return
+    seen = repr((home.starts, home.stage_to_rank, [sorted(held) for held in home.held]))
+    if len(set(meet(copies, "has cut the model", zlib.crc32(seen.encode())))) > 1:
+        raise CutError(
+            "the copies of the pipeline have cut the model into other stages than each other. "
+            "Build the same model on every rank, with the same versions of the same packages"
+        )

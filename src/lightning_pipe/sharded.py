@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe.errors import CheckpointError, ConfigError
+from lightning_pipe.folders import discard, replace
 from lightning_pipe.manners import AtomicCheckpointIO, to_disk
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
@@ -151,7 +151,7 @@ class ShardedCheckpoints:
                 "not on a file system that all ranks share. Give one that is, or "
                 "save_distributed_checkpoint=False"
             )
-        _replace(part, target)
+        replace(part, target)
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -353,7 +353,7 @@ def _joined(parts: Sequence[dict[str, Any]], order: Sequence[str]) -> dict[str, 
 
 def _begin(part: Path, checkpoint: dict[str, Any]) -> None:
     """Makes a folder with what is no tensor of the model or its optimizers."""
-    _discard(part)
+    discard(part)
     part.mkdir(parents=True)
     checkpoint["state_dict"] = {}
     if "optimizer_states" in checkpoint:
@@ -383,32 +383,6 @@ def _write(tensors: dict[str, Any], part: Path, group: dist.ProcessGroup | None)
 def _files(part: Path) -> list[str]:
     index = FileSystemReader(str(part)).read_metadata()
     return sorted({info.relative_path for info in (index.storage_data or {}).values()})
-
-
-def _replace(part: Path, target: Path) -> None:
-    """Moves a complete folder to its place; at any moment there is one that is complete."""
-    old = target.with_name(f"{target.stem}.old{target.suffix}")
-    if target.exists():
-        _retire(old)
-        os.replace(target, old)
-    os.replace(part, target)
-    _retire(old)
-
-
-def _retire(folder: Path) -> None:
-    """Removes a folder, of which no part is ever there under its name."""
-    hidden = folder.with_name(f".{folder.name}")
-    _discard(hidden)
-    if folder.exists():
-        os.replace(folder, hidden)
-        _discard(hidden)
-
-
-def _discard(folder: Path) -> None:
-    if folder.is_dir():
-        shutil.rmtree(folder)
-    else:
-        folder.unlink(missing_ok=True)  # a checkpoint of one file was there
 
 
 def _whole(value: Any) -> Any:

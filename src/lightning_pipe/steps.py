@@ -385,15 +385,20 @@ class Pipeline(PipelineCuts):
 
     def average_gradients(self) -> None:
         """Puts the means over all copies of the pipeline into `.grad`."""
-        whole, shared = self._own_parameters, self._replicated
         if self.weights is not None:
-            parts = self.weights.everywhere
-            whole = {name: p for name, p in whole.items() if name not in parts}
-            shared = {name: owners for name, owners in shared.items() if name not in parts}
             self.weights.reduce()
             share_parts(self.weights, self._replicated, self.ranks)
+        whole, shared = self._averaged
         self.copies.average(whole, shared)
         self._guards.compare_copies(self.copies.told, whole)
+
+    @cached_property
+    def _averaged(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[int, ...]]]:
+        """This rank's parameters that each copy holds whole, and who holds such ones together."""
+        parts = frozenset() if self.weights is None else self.weights.everywhere
+        whole = {name: p for name, p in self._own_parameters.items() if name not in parts}
+        shared = {name: owners for name, owners in self._replicated.items() if name not in parts}
+        return whole, shared
 
     def _carry(self, *, with_output: bool, training: bool) -> Traces:
         """Brings what the tail left on the last stage's rank to all ranks."""

@@ -333,9 +333,10 @@ class PipelineStrategy(PipelineCheckpoints):
         **kwargs: Any,
     ) -> Any:
         with self._between.suspended(), ExitStack() as stack:
-            if self._ranks is not None and self._ranks.num_positions > 1:
-                stack.enter_context(over_all_stages(self._ranks, optimizer, self._counts))
-            if self._reduction.is_sharded:
+            ranks, is_parted = self._ranks, self._reduction.is_sharded
+            if ranks is not None and (ranks.num_positions > 1 or is_parted):
+                stack.enter_context(over_all_stages(ranks, optimizer, self._counts))
+            if is_parted:
                 stack.enter_context(stepping_on_parts(optimizer))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

@@ -22,7 +22,7 @@ from tests.helpers import run_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader
 
-from lightning_pipe import sharded
+from lightning_pipe import folders, sharded
 from lightning_pipe.errors import CheckpointError
 from lightning_pipe.manners import AtomicCheckpointIO
 from lightning_pipe.sharded import read_sharded
@@ -123,8 +123,8 @@ def _dies_at(patch, place):
             raise _KilledError
         rmtree(folder)
 
-    patch.setattr(sharded.os, "replace", one)
-    patch.setattr(sharded.shutil, "rmtree", many)
+    patch.setattr(folders.os, "replace", one)
+    patch.setattr(folders.shutil, "rmtree", many)
 
 
 def _folder(path, text):
@@ -145,7 +145,7 @@ def test_wherever_a_process_dies_while_it_moves_a_folder_last_finds_a_whole_one(
         with monkeypatch.context() as patch:
             _dies_at(patch, place)
             with suppress(_KilledError):
-                sharded._replace(part, target)
+                folders.replace(part, target)
         trainer = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[])
         found = ModelCheckpoint(tmp_path)._find_last_checkpoints(trainer)
         newest = Path(max(found, key=os.path.getmtime))

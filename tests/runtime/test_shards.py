@@ -83,7 +83,7 @@ def body():
     generator = torch.Generator().manual_seed(3)
     calls = []
     own = counted(calls)
-    for _ in range(3):
+    for step in range(3):
         tokens = torch.randint(11, (2, 8, 4), generator=generator)
         for accumulated in range(2):  # no reduction in between
             weights.gather()
@@ -96,7 +96,7 @@ def body():
                 loss.backward()
             weights.free()
             del live, loss
-            assert (len(calls) % 3 == 0) is True
+            assert len(calls) == 3 * step
             for piece in tokens:
                 for loss in losses(plain, piece):
                     (loss / 2).backward()
@@ -132,6 +132,21 @@ def test_sharded_weights_train_as_whole_ones():
     for share, reductions in run_ranks(2, body):
         assert share < 0.64  # a sparse embedding is whole
         assert reductions == 3 * 3
+
+
+def nothing():
+    ranks = make_ranks([0], 1, data_parallel_size=2)
+    mesh = dist.device_mesh.DeviceMesh.from_group(ranks.copies.pipeline_group, "cpu")
+    weights = ShardedWeights(nn.Tanh(), [], ranks.copies, mesh)
+    weights.gather()
+    weights.need()
+    weights.free()
+    weights.reduce()
+    return weights.restore()
+
+
+def test_a_stage_may_have_no_weights():
+    assert run_ranks(2, nothing) == [{}, {}]
 
 
 def fakes():

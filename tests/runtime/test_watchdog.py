@@ -7,6 +7,7 @@ import torch
 from tests.helpers import run_ranks
 
 from lightning_pipe.errors import ConfigError, PeerError
+from lightning_pipe.runtime.board import Board, Failure
 from lightning_pipe.runtime.patience import Patience
 from lightning_pipe.runtime.ranks import make_ranks
 from lightning_pipe.runtime.verdict import BUSY, GONE, MOVED, STUCK, State, judge
@@ -46,6 +47,25 @@ def test_what_a_failure_causes_names_it():
         "global rank 1 failed first: ZeroDivisionError: cause 5",
         "cause",
     ]
+
+
+def overtaken():
+    ranks = make_ranks([0, 1], 2)
+    board = Board(ranks.global_rank, ranks.world_size)
+    torch.distributed.barrier()
+    begin_s = time.monotonic()
+    if ranks.global_rank:
+        time.sleep(1)
+        board.fail(Failure(1, "KeyError", "KeyError"))
+        found = board.verdict(0, 120)
+    else:
+        found = sorted(board.answers(0, 120)[1])
+    torch.distributed.barrier()
+    return found, time.monotonic() - begin_s < 30
+
+
+def test_nobody_waits_for_an_answer_once_a_rank_has_failed():
+    assert run_ranks(2, overtaken) == [([0, 1], True), (None, True)]
 
 
 def test_one_process_is_not_watched():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_pipe.runtime.alive import Identity
 from lightning_pipe.runtime.verdict import State, Verdict
 
 _ACK_S = 3.0  # for the others to read what a failing rank wrote, before it may take the store away
+_OVER_S = 0.5  # between two looks whether the run is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,11 @@ class Board:
         self._set("read", self._rank, True)
         return Failure(**json.loads(self._store.get(key)))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a rank has failed or died: nobody needs to be asked any more."""
+        return bool(self._store.check([f"{self._prefix}/failure"])) or bool(self.find_dead())
+
     def has_read(self, rank: int) -> bool:
         """Whether a rank knows of the failure."""
         return self._get("read", rank) is not None
@@ -146,11 +152,11 @@ class Board:
         self._set(f"state/{number}", self._rank, asdict(state))
 
     def answers(self, number: int, patience_s: float) -> tuple[dict[int, State], dict[int, str]]:
-        """What the ranks say, and what is known of those that say nothing for so long."""
+        """What the ranks say, and what is known of those that say nothing for so long; or until a
+        rank has failed or died."""
         states: dict[int, State] = {}
         missing = set(range(self._world_size))
-        end_s = time.monotonic() + patience_s
-        while missing and time.monotonic() < end_s:
+        for _ in self._while_it_lasts(patience_s):
             for rank in sorted(missing):
                 found = self._get(f"state/{number}", rank)
                 if found is not None:
@@ -158,8 +164,8 @@ class Board:
                 elif self.has_left(rank):
                     states[rank] = State(f"global rank {rank}", "has left", has_left=True)
             missing -= states.keys()
-            if missing:
-                time.sleep(0.05)
+            if not missing:
+                break
         return states, {rank: self.last_seen(rank) for rank in missing}
 
     def decide(self, number: int, verdict: Verdict) -> None:
@@ -167,14 +173,25 @@ class Board:
         self._set("verdict", number, asdict(verdict))
 
     def verdict(self, number: int, patience_s: float) -> Verdict | None:
-        """What the cause is, once somebody says so."""
-        end_s = time.monotonic() + patience_s
-        while time.monotonic() < end_s:
+        """What the cause is, once somebody says so; None if nobody does, or a rank has failed or
+        died before."""
+        for _ in self._while_it_lasts(patience_s):
             found = self._get("verdict", number)
             if found is not None:
                 return Verdict(**found)
-            time.sleep(0.05)
         return None
+
+    def _while_it_lasts(self, patience_s: float) -> Iterator[None]:
+        """Looks again and again, for some time, unless the run is over."""
+        end_s = time.monotonic() + patience_s
+        looked_s = time.monotonic()
+        while time.monotonic() < end_s:
+            yield
+            time.sleep(0.05)
+            if time.monotonic() - looked_s > _OVER_S:
+                looked_s = time.monotonic()
+                if self.is_over:
+                    return
 
     # ------------------------------------------------------------------ the end
 

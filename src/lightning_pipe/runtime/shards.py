@@ -25,8 +25,9 @@ from lightning_pipe.runtime import _torch
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks, connected
 from lightning_pipe.runtime.reduce import agreed_kinds, gather_values
-from lightning_pipe.split._fake import RestingParameter, empty_fake
+from lightning_pipe.split._fake import empty_fake
 from lightning_pipe.split.ownership import parameter_names
+from lightning_pipe.split.stand_ins import RestingParameter
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:

@@ -265,6 +265,8 @@ class _Watch:
         self._num_alarms += 1
         self._say(number)
         states, silent = self._board.answers(number, self._patience.answer_s)
+        if silent and self._board.is_over:
+            return  # which is told by itself, and first
         verdict = judge(self._ranks.global_rank, states, silent)
         ends = self._patience.ends(verdict.kind, waited_s, usual_s)
         self._board.decide(number, replace(verdict, ends=ends))

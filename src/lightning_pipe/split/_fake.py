@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import (
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.rng import is_draw
+from lightning_pipe.split.schemas import mutated_arguments
 from lightning_pipe.split.tree import tensors
 
 #: what `fake.device` is to a dispatch mode: more than half of all operators of a trace
@@ -71,19 +72,6 @@ def storage_key(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
         return id(tensor)
-
-
-def mutated_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes in place, by its schema."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written: list[Tensor] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-    return written
 
 
 def _is_hidden_graph(value: Any) -> bool:
@@ -188,51 +176,6 @@ def _fake_without_history(value: Any) -> Any:
 GHOSTS = GhostMode()
 
 
-class ForeignParameter(nn.Parameter):
-    """What an emptied parameter becomes: who kept it elsewhere uses its fake, not nothing."""
-
-    stand_in: Tensor
-
-    @classmethod
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        cls, func, types, args=(), kwargs=None
-    ):
-        args, kwargs = with_stand_ins(args, kwargs or {})
-        return func(*args, **kwargs)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return "a parameter that lives on another rank of the pipeline"
-
-
-class RestingParameter(ForeignParameter):
-    """A parameter that is whole within steps only; its stand-in is what is there in between.
-
-    Its gradient is its own: it is gathered up over several steps.
-    """
-
-    @classmethod
-    def __torch_function__(  # type: ignore[no-untyped-def]
-        cls, func, types, args=(), kwargs=None
-    ):
-        if func in _GRADIENT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = with_stand_ins(args, kwargs or {})
-        return func(*args, **kwargs)
-
-
-_GRAD: Any = Tensor.grad
-_GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
-
-
-def with_stand_ins(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments with fakes in the places of emptied parameters."""
-    found: tuple[Any, Any] = pytree.tree_map(
-        lambda leaf: leaf.stand_in if isinstance(leaf, ForeignParameter) else leaf, (args, kwargs)
-    )
-    return found
-
-
 def is_fake(value: Any) -> bool:
     """Tell whether ``value`` is a tensor without data."""
     return isinstance(value, FakeTensor)
@@ -266,6 +209,16 @@ def as_fake(tensor: Tensor) -> Tensor:
             fake: Tensor = GHOSTS.from_tensor(tensor.detach())
             return fake.requires_grad_()
         return GHOSTS.from_tensor(tensor)
+
+
+def blank(tensor: Tensor) -> Tensor:
+    """A tensor of zeros in the place of a fake."""
+    if not is_fake(tensor):
+        return tensor
+    blank = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return blank.zero_()
 
 
 def empty_fake(
@@ -407,11 +360,11 @@ __all__ = [
     "VALUE_NEEDED",
     "DispatchMode",
     "FakeTensor",
-    "ForeignParameter",
     "GhostMode",
     "TorchDispatchMode",
     "TorchFunctionMode",
     "as_fake",
+    "blank",
     "empty_fake",
     "function_mode_off",
     "inside_step",
@@ -419,7 +372,6 @@ __all__ = [
     "is_fake",
     "is_foreign",
     "large_as_fakes",
-    "mutated_arguments",
     "num_users",
     "plain_functions",
     "popped",
@@ -428,6 +380,5 @@ __all__ = [
     "storage_key",
     "taint",
     "to_dtype",
-    "with_stand_ins",
     "without_modes",
 ]

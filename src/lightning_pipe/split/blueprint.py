@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.split._fake import (
-    mutated_arguments,
     num_users,
     plain_functions,
     storage_key,
@@ -30,6 +29,7 @@ from lightning_pipe.split.absent import Absent
 from lightning_pipe.split.frozen import version_of
 from lightning_pipe.split.recipe import Entry, Held, Storage, Tape, View
 from lightning_pipe.split.rng import Drawn
+from lightning_pipe.split.schemas import mutated_arguments
 from lightning_pipe.split.shown import ColdParameter, Functions, Operations
 from lightning_pipe.split.tree import map_tensors, tensors
 

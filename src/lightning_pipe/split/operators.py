@@ -16,10 +16,10 @@ from lightning_pipe.split._fake import (
     DEVICE_OF,
     DispatchMode,
     is_fake,
-    mutated_arguments,
     storage_key,
 )
 from lightning_pipe.split.rng import is_draw
+from lightning_pipe.split.schemas import mutated_arguments
 from lightning_pipe.split.trace import Source, ValueKey
 from lightning_pipe.split.tree import tensors
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lightning_pipe.split._fake import (
     GHOSTS,
-    ForeignParameter,
     as_fake,
     empty_fake,
     storage_key,
 )
 from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.stand_ins import ForeignParameter
 
 
 def parameter_names(root: nn.Module) -> dict[str, tuple[str, ...]]:

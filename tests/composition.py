@@ -183,7 +183,7 @@ Beside these, which are the same with any of them:
 | `sync_dist`, `all_gather`, metric objects | one world | over the copies | `tests/test_data_parallel.py` |
 | `ModelCheckpoint`, `EarlyStopping`, `ReduceLROnPlateau` | exact | decided together | `tests/test_data_parallel.py` |
 | checkpoints, to and from any layout | exact | exact | `tests/test_strategy_checkpoint.py`, `tests/test_data_parallel.py` |
-| sharded copies (`data_parallel_sharding`, FSDP2) | | exact | `tests/test_sharded_data.py`, `tests/test_strategy_between.py` |
+| sharded copies (`data_parallel_sharding`, FSDP2), also with `compile` and `sync_batchnorm` | | exact | `tests/test_sharded_data.py`, `tests/test_sync_batchnorm.py`, `tests/test_strategy_between.py` |
 | an uneven last batch | exact | the epoch ends for all | `tests/test_data_parallel.py` |
 | copies with other numbers of rows | | exact | `tests/test_data_parallel.py` |
 | `overfit_batches`, `limit_*`, `fast_dev_run`, `profiler`, `detect_anomaly`, `deterministic`, `inference_mode` | exact | exact | `tests/test_trainer_flags.py` |

@@ -80,8 +80,12 @@ class Cuts:
         home: Home,
         trace: Callable[[UnitMemo | None], Trace],
         ways: Ways,
+        agree: Callable[[CutStep | None], bool] = lambda derived: derived is not None,
     ) -> CutStep:
         """The cut for a batch.
+
+        A trace takes all ranks. Each has its own earlier traces, with other modules run for real,
+        and may derive what another cannot: nothing is derived unless all have derived the same.
 
         Args:
             state: Name of the step, whether it trains, and the state of the module.
@@ -89,30 +93,39 @@ class Cuts:
             home: Where the weights are.
             trace: Traces the step on this batch, with what is remembered of units or without.
             ways: Whether the step may take another way than it did.
+            agree: Whether all ranks have derived this cut. Each asks at the same batches, also
+                with None, for nothing.
         """
         key = (state, batch)
         if key in self._cuts:
             self._cuts.move_to_end(key)
             return self._cuts[key]
         family = self._family(state, batch)
-        derived = family.derive(batch.sizes) if self.derives else None
-        if derived is None:
-            trusted = self.derives and family.is_trusted(batch.sizes)
-            seen = trace(self.memo if trusted else None)
-            cut, placement = lay(seen, home, training=state[1])
-            step = self._prepared(
-                cut,
-                placement,
-                home,
-                unproven=key if seen.repeated else None,
-                restless=ways.are_open(state[:2]),
-            )
-            family.add(Sample(batch.sizes, seen, step))
-            return self._keep(key, step)
-        like: CutStep = derived.made
-        cut = like.cut.with_shapes_of(derived.trace)
+        trusted = self.derives and family.is_trusted(batch.sizes)
+        derived = self._derived(family, key, batch) if trusted else None
+        if trusted and agree(derived) and derived is not None:
+            return self._keep(key, derived)
+        seen = trace(self.memo if trusted else None)
+        cut, placement = lay(seen, home, training=state[1])
+        step = self._prepared(
+            cut,
+            placement,
+            home,
+            unproven=key if seen.repeated else None,
+            restless=ways.are_open(state[:2]),
+        )
+        family.add(Sample(batch.sizes, seen, step))
+        return self._keep(key, step)
+
+    def _derived(self, family: Family, key: Hashable, batch: Signature) -> CutStep | None:
+        """The cut as it follows from this rank's earlier traces; None if it does not."""
+        found = family.derive(batch.sizes)
+        if found is None:
+            return None
+        like: CutStep = found.made
+        cut = like.cut.with_shapes_of(found.trace)
         programs = {stage: program.at(cut) for stage, program in like.programs.items()}
-        return self._keep(key, replace(like, cut=cut, programs=programs, unproven=key))
+        return replace(like, cut=cut, programs=programs, unproven=key)
 
     def along(
         self,

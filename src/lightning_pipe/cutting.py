@@ -27,13 +27,14 @@ from lightning_pipe.placing import cut_step
 from lightning_pipe.planned import make_plan, predict_step
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.planning.profile import Profile
+from lightning_pipe.preflight import told_of
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.accelerator import total_memory
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.shards import ShardedWeights
-from lightning_pipe.sameness import refuse_other_stages, see_together
+from lightning_pipe.sameness import refuse_other_stages, same_on_all, see_together, text_of_trace
 from lightning_pipe.sharding import shard_weights
 from lightning_pipe.split.again import repeatable_calls
 from lightning_pipe.split.analyse import trace_step
@@ -321,12 +322,16 @@ class PipelineCuts:
                 self.ranks,
                 self._shared,
                 partial(self._trace, state[0], piece, rest, training=training, memo=memo),
-                Trace.digest_text,
+                text_of_trace,
             )
             self._ways.note(state[:2], found)
             return found
 
-        return self._cuts.get(state, signature(piece), self.home, trace, self._ways)
+        def agree(derived: CutStep | None) -> bool:
+            told = "" if derived is None else repr(told_of([derived]))
+            return same_on_all(self.ranks, told)
+
+        return self._cuts.get(state, signature(piece), self.home, trace, self._ways, agree)
 
     def _own_ways(
         self,
@@ -349,9 +354,10 @@ class PipelineCuts:
                 cuts.append(self._cuts.along(way, state, signature(piece), self.home, trace))
             return cuts
 
-        return see_together(
-            self.ranks, self._shared, look, lambda cuts: repr([cut.way for cut in cuts])
-        )
+        def text_of(cuts: list[CutStep]) -> str:
+            return repr([(cut.way, cut.unproven is not None) for cut in cuts])
+
+        return see_together(self.ranks, self._shared, look, text_of)
 
     def _find_way(
         self, name: str, piece: Any, rest: tuple[Any, ...], key: int, *, training: bool

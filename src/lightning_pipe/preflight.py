@@ -32,7 +32,8 @@ class Preflight:
     def check(self, schedule: Schedule, new: Sequence[CutStep]) -> None:
         """Compares a schedule and cuts, if they are new; ranks meet for new ones alone.
 
-        Cuts that are only derived are compared when their step is found to be right.
+        Cuts that are only derived have been compared (`Cuts.get`), and are again when their step
+        is found to be right.
 
         Args:
             schedule: Of the step that is about to run.

@@ -14,6 +14,7 @@ from lightning_pipe.runtime import share
 from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.memo import Elsewhere, SharedOutcomes
+from lightning_pipe.split.trace import Trace
 
 T = TypeVar("T")
 
@@ -44,6 +45,17 @@ def see_together(
         if failure is not None:
             raise failure
         return found
+
+
+def text_of_trace(trace: Trace) -> str:
+    """What ranks must have seen alike: the step, and whether it is tried before it is trusted,
+    which takes all of them."""
+    return f"{trace.digest_text()} {bool(trace.repeated)} {trace.restless}"
+
+
+def same_on_all(ranks: Ranks, text: str) -> bool:
+    """Whether all ranks say the same; for what each of them may have worked out by itself."""
+    return len(set(share.gather_objects(ranks, text) or [text])) == 1
 
 
 def _agree(ranks: Ranks, shared: SharedOutcomes, text: str, failure: Exception | None) -> bool:

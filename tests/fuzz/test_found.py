@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+import pytest
+import torch.distributed as dist
 from tests.fuzz.programs import Example
 from tests.fuzz.trainings import EQUAL, judge
+
+from lightning_pipe.split.shapes import Family, Sample
 
 PLAIN = Example(
     seed=1, parts=(), frozen=(), ops=(), home="module", loss="mse", batch="dict", rows=4, short=4,
@@ -61,7 +66,18 @@ FOUND = {
         rows=8,
         short=6,
     ),
+    # ranks without its weights saw it change, so the third size was traced by some ranks alone
+    "micro-batches of three sizes through a recurrent module": replace(
+        PLAIN,
+        parts=("linear", "recurrent"),
+        ops=(("call", 0, 0), ("call", 1, 1)),
+        rows=5,
+        short=2,
+    ),
 }
+THREE_SIZES = replace(
+    PLAIN, parts=("linear", "linear"), ops=(("call", 0, 0), ("call", 1, 1)), rows=5, short=2
+)
 
 
 def _judged() -> list[Any]:
@@ -77,3 +93,41 @@ def test_faults_that_were_found_stay_away(pool: Callable[..., list[Any]]) -> Non
             if outcome.kind != EQUAL
         }
         assert not wrong
+
+
+def _nothing(found: Sample | None) -> Sample | None:
+    return None
+
+
+def _something_else(found: Sample | None) -> Sample | None:
+    """A row more than there is, in every value."""
+    if found is None or found.trace.derived is None:
+        return found
+    metas = {
+        key: replace(meta, shape=(meta.shape[0] + 1, *meta.shape[1:])) if meta.shape else meta
+        for key, meta in found.trace.derived.items()
+    }
+    return replace(found, trace=replace(found.trace, derived=metas))
+
+
+def _judged_where_one_derives(change: Callable[[Sample | None], Sample | None]) -> Any:
+    """Runs in every rank; the last one derives other shapes."""
+    derived: list[Sample | None] = []
+    own = Family.derive
+
+    def derive(family: Family, sizes: tuple[int, ...]) -> Sample | None:
+        derived.append(own(family, sizes))
+        return change(derived[-1]) if dist.get_rank() else derived[-1]
+
+    with patch.object(Family, "derive", derive):
+        outcome = judge(THREE_SIZES)
+    return outcome, sum(sample is not None for sample in derived)
+
+
+@pytest.mark.parametrize("change", [_nothing, _something_else])
+def test_shapes_that_not_all_ranks_derive_are_traced(
+    pool: Callable[..., list[Any]], change: Callable[[Sample | None], Sample | None]
+) -> None:
+    for outcome, num_derived in pool(2, _judged_where_one_derives, change, timeout=60):
+        assert num_derived == 1
+        assert outcome.kind == EQUAL, outcome.text

@@ -27,7 +27,7 @@ from lightning_pipe.runtime.ranks import Ranks, connected
 from lightning_pipe.runtime.reduce import agreed_kinds, gather_values
 from lightning_pipe.split._fake import empty_fake
 from lightning_pipe.split.ownership import parameter_names
-from lightning_pipe.split.stand_ins import RestingParameter
+from lightning_pipe.split.stand_ins import RestingParameter, put_parameter
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:
@@ -267,7 +267,7 @@ class ShardedWeights:
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for alias in self._names[name]:
             module_name, _, attribute = alias.rpartition(".")
-            self._root.get_submodule(module_name)._parameters[attribute] = parameter
+            put_parameter(self._root.get_submodule(module_name), attribute, parameter)
 
 
 class _Group:

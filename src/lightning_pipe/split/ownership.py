@@ -19,7 +19,7 @@ from lightning_pipe.split._fake import (
 )
 from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.cut import StepCut
-from lightning_pipe.split.stand_ins import ForeignParameter
+from lightning_pipe.split.stand_ins import ForeignParameter, put_parameter
 
 
 def parameter_names(root: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -134,4 +134,4 @@ class Ownership:
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for alias in self.names[name]:
             module_name, _, attribute = alias.rpartition(".")
-            self.root.get_submodule(module_name)._parameters[attribute] = parameter
+            put_parameter(self.root.get_submodule(module_name), attribute, parameter)

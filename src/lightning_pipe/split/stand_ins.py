@@ -5,6 +5,7 @@ A module holds the stand-in itself; this is for lists, closures and optimizers o
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -56,3 +57,16 @@ def with_stand_ins(args: Any, kwargs: Any) -> tuple[Any, Any]:
         lambda leaf: leaf.stand_in if isinstance(leaf, ForeignParameter) else leaf, (args, kwargs)
     )
     return found
+
+
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts a parameter, or what stands for it, into its place in a module.
+
+    A recurrent module notes its weights beside, looks in each forward whether they are still the
+    same, and makes a new list if not. That would be a change of the step on this rank alone.
+    """
+    module._parameters[name] = parameter
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+        place = module._flat_weights_names.index(name)
+        module._flat_weights[place] = parameter
+        module._flat_weight_refs[place] = weakref.ref(parameter)

@@ -10,10 +10,11 @@ from tests import lit
 from tests.lit import run_ranks
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 
 QUEUE = 12
+MOST = 3.0  # of a micro-batch 1.4, of a batch 5.4
 
 
 class _Whole(lit.Lit):
@@ -134,12 +135,88 @@ class _Few(lit.Lit):
         return F.cross_entropy(out, batch[1])
 
 
-def test_an_end_that_cannot_run_on_the_whole_batch_is_said_once():
-    module = lit.seeded(_Few)
+class _NoLoss(lit.Lit):
+    """It gives no loss of values that are too large, as those of four micro-batches are."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        return {"loss": None if out.square().sum() > MOST else loss}
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(_Few, "ValueError: 8 rows"), (_NoLoss, "TypeError: In automatic")]
+)
+def test_an_end_that_cannot_run_on_the_whole_batch_is_said_once(cls, reason):
+    module = lit.seeded(cls)
     trainer = lit.trainer({"num_microbatches": 4, "virtual_stages": 2}, 1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(lit.rows(), batch_size=8))
     texts = [str(w.message) for w in said if "the end of" in str(w.message)]
     assert len(texts) == 1
-    assert "training_step cannot be run on the whole batch (ValueError: 8 rows)" in texts[0]
+    assert "training_step cannot be run on the whole batch (" in texts[0]
+    assert reason in texts[0]
+
+
+class _Shown(lit.Lit):
+    """Leaves its loss in many places, and a maximum beside it."""
+
+    def __init__(self, kind):
+        super().__init__(lr=0.0)
+        self.kind = kind
+        self.mean = MeanMetric()
+        self.history, self.last, self.shown = [], torch.zeros(()), []
+
+    def loss(self, batch):
+        x, y = batch
+        logits = self.net(x)
+        if self.kind == "ignored":
+            loss = F.cross_entropy(logits, y, ignore_index=2)
+        elif self.kind == "sum":
+            loss = F.cross_entropy(logits, y, reduction="sum")
+        else:
+            loss = F.cross_entropy(logits, y)
+            if loss > 1.45:  # of the batches one says no here, of the pieces some say yes
+                loss = 0.5 * loss
+        return loss, logits.max()
+
+    def training_step(self, batch, batch_idx):
+        loss, largest = self.loss(batch)
+        self.log("loss", loss)
+        self.log("number", loss.item())
+        self.log("max", largest)
+        self.mean.update(loss)
+        self.history.append(loss.item())
+        self.last = loss.detach().clone()
+        return {"loss": loss, "again": {"loss": loss.detach().float()}}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        logged = self.trainer.callback_metrics
+        shown = {name: float(logged[name]) for name in ("loss", "number", "max")}
+        shown |= {"output": float(outputs["loss"]), "again": float(outputs["again"]["loss"])}
+        shown |= {"history": self.history[-1], "last": float(self.last)}
+        self.shown.append(shown | {"mean": float(self.mean.compute())})
+
+
+@pytest.mark.parametrize("kind", ["ignored", "sum", "decides"])
+def test_the_loss_that_is_shown_is_the_one_whose_gradients_were_taken(kind):
+    module = lit.seeded(_Shown, kind)
+    loader = DataLoader(lit.rows(32), batch_size=8)
+    losses, largest, answers = [], [], []
+    with torch.no_grad():
+        for x, y in loader:
+            whole, most = module.loss((x, y))
+            pieces = [module.loss(piece)[0] for piece in zip(x.split(2), y.split(2), strict=True)]
+            losses.append(float(torch.stack(pieces).mean()))
+            largest.append(float(most))
+            answers.append(abs(losses[-1] - float(whole)))
+    assert max(answers) > 1e-3, "the whole batch has the same loss: it is no example"
+    trainer = lit.trainer({"num_microbatches": 4, "virtual_stages": 2}, 1)
+    with pytest.warns(UserWarning, match="that mean, whose gradients are taken, is what is shown"):
+        trainer.fit(module, loader)
+    for number, shown in enumerate(module.shown):
+        assert shown.pop("max") == pytest.approx(largest[number], rel=1e-9)
+        assert shown.pop("again") == pytest.approx(losses[number], rel=1e-6)
+        assert shown.pop("mean") == pytest.approx(sum(losses[: number + 1]) / (number + 1))
+        assert shown == pytest.approx(dict.fromkeys(shown, losses[number]), rel=1e-9)

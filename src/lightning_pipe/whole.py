@@ -7,7 +7,8 @@ and compares. Where they agree nothing more is done; where they do not (a maximu
 deviation, a queue that is written at an index) every later step takes what the tail leaves on the
 whole batch.
 
-The gradients of a loss cannot be had that way. A loss that is no mean over rows is said to be one.
+The gradients of a loss cannot be had that way. A loss that is no mean over rows is said to be one,
+and the loss that a training step shows is always the one whose gradients were taken.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lightning_pipe.split.trace import Trace, ValueKey
 from lightning_pipe.tail import Tail
 from lightning_pipe.tail.denominators import Denominators
 from lightning_pipe.tail.kinds import kinds_of
+from lightning_pipe.tail.losses import need_loss
 from lightning_pipe.tail.notes import Notes
 from lightning_pipe.work import StepRun
 
@@ -154,12 +156,11 @@ class WholeTail:
             found = self._tail.differences(whole)
             # the value of a metric for one batch may be the mean of its micro-batches by chance
             known.replays |= bool(found) or self._tail.asks_metrics
-            loss_differs = any(name in ("output", "output.loss") for name in found)
-            if step.training and loss_differs and not known.warned:
-                known.warned = True
-                _warn_of_loss(step.name)
+        if step.training and not known.warned and self._tail.loss_differs(whole):
+            known.warned = True
+            _warn_of_loss(step.name)
         if known.replays:
-            self._tail.use(whole)
+            self._tail.use(whole, training=step.training)
 
     def _boundary(self, cut: CutStep, rows: int) -> tuple[ValueKey, ...] | None:
         """What the tail is made of; None if no values with rows are all of it."""
@@ -186,6 +187,8 @@ class WholeTail:
             with torch.no_grad(), step.context(step.name):
                 result = program.run(call, values, key=mix(step.key, 0))
             assert isinstance(result, StepResult)
+            if step.training:
+                need_loss(result.value)
             return result.value
 
         return self._tail.whole(run)
@@ -212,11 +215,12 @@ class WholeTail:
 def _warn_of_loss(name: str) -> None:
     warnings.warn(
         f"the loss that {name} returns for the whole batch is not the mean of those of its "
-        "micro-batches, weighted by rows, so its gradients are not those of one device. If it "
-        "divides by something else than rows (valid tokens, class weights, a mask), return "
+        "micro-batches, weighted by rows, so its gradients are not those of one device; that mean, "
+        "whose gradients are taken, is what is shown. If it divides by something else than rows "
+        "(valid tokens, class weights, a mask), return "
         '{"loss": loss, "loss_weight": n} with the number it divides by; if it is a sum, '
-        '{"loss": loss, "loss_weight": "sum"}. If it compares rows with each other or reads what '
-        "the step has written, use num_microbatches=1",
+        '{"loss": loss, "loss_weight": "sum"}. If it compares rows with each other, decides by '
+        "values (`if loss > 10`) or reads what the step has written, use num_microbatches=1",
         stacklevel=2,
     )
 

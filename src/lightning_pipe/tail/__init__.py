@@ -21,9 +21,10 @@ from lightning_pipe.tail.attributes import Attributes, Place
 from lightning_pipe.tail.changes import Change
 from lightning_pipe.tail.loggers import LoggerCall
 from lightning_pipe.tail.logs import LogCall, LogTape, MetricReference
-from lightning_pipe.tail.losses import LossWeights, split_loss
+from lightning_pipe.tail.losses import LossWeights, need_loss, split_loss
 from lightning_pipe.tail.metrics import MetricState, MetricTape, Sync
 from lightning_pipe.tail.notes import Notes, PrintCall, differences, merged_prints
+from lightning_pipe.tail.shown import show_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,21 @@ class Tail:
         finally:
             self._swap(kept)
 
-    def use(self, whole: Notes) -> None:
-        """Takes what the whole batch left for what the step left."""
+    def loss_differs(self, whole: Notes) -> bool:
+        """Whether the loss of the whole batch is another than that of its micro-batches."""
+        loss, trained = split_loss(whole.outputs[0])[0], split_loss(self._output())[0]
+        return any(differences(trained, loss, "loss"))
+
+    def use(self, whole: Notes, *, training: bool) -> None:
+        """Takes what the whole batch left for what the step left.
+
+        Args:
+            whole: What it left.
+            training: Whether gradients were taken: then the loss stays the one of these.
+        """
+        if training:
+            loss, trained = split_loss(whole.outputs[0])[0], split_loss(self._output())[0]
+            show_loss(whole, need_loss(loss), need_loss(trained))
         self._swap(whole)
 
     @contextmanager

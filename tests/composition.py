@@ -33,6 +33,7 @@ FEATURES: dict[str, str] = {
     "deferred": '`batchnorm="deferred"`',
     "synced": "`sync_batchnorm`",
     "stored": "sharded checkpoints",
+    "shared": "shared tensors (`tensor_parallel_size=2`)",
 }
 Pair = frozenset[str]
 
@@ -134,6 +135,32 @@ SHOWN: list[tuple[str, frozenset[str]]] = [
         "test_sharded_checkpoint.py::test_resuming_in_another_layout_goes_on_exactly",
         frozenset({"stored", "chunks"}),
     ),
+    *(
+        (
+            "test_tensor_parallel.py::test_two_stages_of_two_processes_train_as_one_device",
+            frozenset({"shared", *others}),
+        )
+        for others in (("accumulation", "clipping"), ("chunks", "split"), ("again",), ("tied",))
+    ),
+    (
+        "test_tensor_parallel.py::test_copies_whose_processes_share_tensors_train_as_one_device",
+        frozenset({"shared", "copies", "accumulation", "tied"}),
+    ),
+    (
+        "test_tensor_parallel.py::test_copies_synchronise_batch_norms_on_shared_tensors",
+        frozenset({"shared", "copies", "synced"}),
+    ),
+    *(
+        (
+            "test_tensor_parallel.py::test_other_features_train_on_shared_tensors",
+            frozenset({"shared", other}),
+        )
+        for other in ("weighted", "compile", "deferred", "bf16-mixed", "16-mixed", "half")
+    ),
+    (
+        "test_tensor_parallel.py::test_a_sharded_checkpoint_goes_from_shared_tensors_to_any_layout_and_back",
+        frozenset({"shared", "stored", "tied"}),
+    ),
 ]
 
 #: pair to the reason and the test of it
@@ -184,6 +211,7 @@ Beside these, which are the same with any of them:
 | `ModelCheckpoint`, `EarlyStopping`, `ReduceLROnPlateau` | exact | decided together | `tests/test_data_parallel.py` |
 | checkpoints, to and from any layout | exact | exact | `tests/test_strategy_checkpoint.py`, `tests/test_data_parallel.py` |
 | sharded copies (`data_parallel_sharding`, FSDP2), also with `compile` and `sync_batchnorm` | | exact | `tests/test_sharded_data.py`, `tests/test_sync_batchnorm.py`, `tests/test_strategy_between.py` |
+| shared tensors on sharded copies | | refused | `tests/test_tensor_parallel.py` |
 | an uneven last batch | exact | the epoch ends for all | `tests/test_data_parallel.py` |
 | copies with other numbers of rows | | exact | `tests/test_data_parallel.py` |
 | `overfit_batches`, `limit_*`, `fast_dev_run`, `profiler`, `detect_anomaly`, `deterministic`, `inference_mode` | exact | exact | `tests/test_trainer_flags.py` |

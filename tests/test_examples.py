@@ -95,8 +95,8 @@ def test_digits(pool: Callable[..., Any], tmp_path: Path) -> None:
     assert alone["val_loss"] == pytest.approx(first["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt_copies", "gpt_sharded"])
-def test_a_config_of_copies_goes_on_top_of_the_example(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt_copies", "gpt_sharded", "gpt_tensor"])
+def test_a_config_of_several_axes_goes_on_top_of_the_example(name: str) -> None:
     from lightning.pytorch.cli import LightningCLI
 
     files = [str(ROOT / "configs" / f"{file}.yaml") for file in ("gpt", name)]
@@ -105,5 +105,7 @@ def test_a_config_of_copies_goes_on_top_of_the_example(name: str) -> None:
         given = [argument for file in files for argument in ("--config", file)]
         trainer = LightningCLI(args=given, run=False).trainer
     assert isinstance(trainer.strategy, PipelineStrategy)
-    assert trainer.strategy.distributed_sampler_kwargs["num_replicas"] == 2
+    copies = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+    assert copies == (1 if name == "gpt_tensor" else 2)
+    assert trainer.strategy._pipeline_layout.num_ranks == 2
     assert trainer.strategy._reduction.is_sharded == (name == "gpt_sharded")

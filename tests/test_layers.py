@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     "preflight": set(),
     "conditions": {"torch"},
     "sharding": {"torch"},
+    "shared_tensors": {"torch"},
     "cutting": {"torch"},
     "hookparts": {"torch"},
     "steps": {"torch"},
@@ -81,6 +82,7 @@ ORDER = list(LAYERS)
 SEAMS = {
     "runtime/_torch.py": {"torch"},
     "split/_fake.py": {"torch"},
+    "split/parted.py": {"torch"},
     "split/compiled.py": {"torch"},
     "split/recompute.py": {"torch"},
     "split/schemas.py": {"torch"},  # of operators

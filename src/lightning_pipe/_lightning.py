@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipe.errors import BatchError
 from lightning_pipe.split._fake import is_fake
+from lightning_pipe.split.parted import is_parted
 
 #: What Lightning itself keeps in a LightningModule.
 MODULE_SPACE = frozenset(vars(LightningModule())) | {"_metric_attributes"}
@@ -272,9 +273,10 @@ def with_default_io(strategy: Strategy, default: Callable[[], CheckpointIO]) -> 
 
 
 def teardown(strategy: Strategy, parent: Callable[[], None]) -> None:
-    """Tears a strategy down; parameters that are fakes cannot be moved to the host and stay."""
+    """Tears a strategy down; parameters that are fakes, or parts that belong to a mesh of devices,
+    cannot be moved to the host and stay."""
     module = strategy._lightning_module
-    if module is not None and any(is_fake(parameter) for parameter in module.parameters()):
+    if module is not None and any(is_fake(p) or is_parted(p) for p in module.parameters()):
         strategy._lightning_module = None
     try:
         parent()

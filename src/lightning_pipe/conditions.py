@@ -10,7 +10,7 @@ import re
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from lightning_pipe.runtime import share
 from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.nest import describe
+from lightning_pipe.split.parted import is_parted
 from lightning_pipe.split.signature import Signature
 from lightning_pipe.split.units import modules_of
 
@@ -80,7 +81,7 @@ class Conditions:
         if known is not None and all(r() is o for r, o in zip(known[1], objects, strict=True)):
             self._numbers.move_to_end(ids)
             return known[0]
-        self._numbers[ids] = self._next, [weakref.ref(one) for one in objects]
+        self._numbers[ids] = self._next, [_reference(one) for one in objects]
         self._next += 1
         if len(self._numbers) > _MAX_KNOWN:
             self._numbers.popitem(last=False)
@@ -160,3 +161,9 @@ def _refuse(ranks: Ranks, told: Told) -> None:
             "(`is_global_zero`, `global_rank == 0`, `rank_zero_only`) away from `eval()`, "
             "`freeze()`, `requires_grad_()` and what else changes the model or its batch there"
         )
+
+
+def _reference(one: Any) -> Callable[[], Any]:
+    """Gives an object as long as it is there; a parted tensor that is referred to weakly could not
+    be moved."""
+    return (lambda: one) if is_parted(one) else weakref.ref(one)

@@ -17,8 +17,10 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe.data import share_random_state
 from lightning_pipe.manners import AtomicCheckpointIO
 from lightning_pipe.processes import PipelineProcesses
+from lightning_pipe.runtime._torch import distributing_locally
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.sharded import is_sharded, read_sharded
+from lightning_pipe.shared_tensors import laid_out_state
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.blueprint import Blueprint
 
@@ -45,7 +47,7 @@ class PipelineConstruction(PipelineProcesses):
                 yield
             return
         empty = torch.device("meta") if empty_init else nullcontext()
-        with super().tensor_init_context(), self._building(), empty:
+        with super().tensor_init_context(), self._building(), distributing_locally(), empty:
             yield
 
     def _building(self) -> AbstractContextManager[None]:
@@ -95,5 +97,7 @@ class PipelineConstruction(PipelineProcesses):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = laid_out_state(self.lightning_module, checkpoint["state_dict"])
         with self._serving():
-            super().load_model_state_dict(checkpoint, strict=strict)
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)

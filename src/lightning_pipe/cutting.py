@@ -46,6 +46,7 @@ from lightning_pipe.split.ends import Skipped
 from lightning_pipe.split.memo import SharedOutcomes, UnitMemo
 from lightning_pipe.split.nest import describe
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages, read_by_stages
+from lightning_pipe.split.parted import held_numbers
 from lightning_pipe.split.patching import attributes
 from lightning_pipe.split.paths import Answers, Paths
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
@@ -135,7 +136,8 @@ class PipelineCuts:
             args = (first, *args[1:])
         with nullcontext() if self.blueprint is None else self.blueprint.unguarded(self.module):
             self._cut(name, args, training=training)
-        refuse_other_stages(self.home, self.ranks.copies)
+        for others in self.ranks.others:
+            refuse_other_stages(self.home, others)
         if self.blueprint is not None:
             self.blueprint.finish()
             self.blueprint = None
@@ -187,7 +189,7 @@ class PipelineCuts:
         trace.keep_whole |= copied_names(trace.keep_whole, copies).keys()
         trace.open_up |= copied_names(trace.open_up, copies).keys()
         sizes = {
-            name: (p.numel(), p.numel() * p.element_size())
+            name: (p.numel(), held_numbers(p) * p.element_size())
             for name, p in self.module.named_parameters()
         }
         starts = tuple(cut.first_call(stage) for stage in range(cut.num_stages))

@@ -86,11 +86,10 @@ class SharedLoader:
         space["_ranks"] = ranks
         space["_of_device"] = device
         space["_read"] = loader if grouped is None else grouped
-        space["_copies"] = ranks.copies if ends_together and ranks.is_first else None
+        space["_copies"] = ranks.copies if ends_together and ranks.reads else None
         with at(ranks, "sets up a data loader"):
-            length = sized_len(self._read) if ranks.is_first else None
-            length = _least(self._copies, length)
-            space["_num_batches"] = broadcast_object(ranks, length, ranks.first_position)
+            length = sized_len(self._read) if ranks.reads else None
+            space["_num_batches"] = _given(ranks, _least(self._copies, length))
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -144,31 +143,28 @@ class _SharedIterator(Iterator[Any]):
             None  # raised at the first read: Lightning expects none here
         )
         length = None
-        if ranks.is_first:
+        if ranks.reads:
             try:
                 self._iterator = iter(read)
                 length = sized_len(read)
             except Exception as error:
                 self._error = error
-        self._seen: list[Any] | None = (
-            None if ranks.is_first else seam.seen_rows(loader, reset=True)
-        )
+        self._seen: list[Any] | None = None if ranks.reads else seam.seen_rows(loader, reset=True)
         self._loader = loader
         self._num_sent = 0
         with at(ranks, "begins to read a data loader"):
-            length = _least(copies, length)
-            self.num_batches = broadcast_object(ranks, length, ranks.first_position)
+            self.num_batches = _given(ranks, _least(copies, length))
 
     def __next__(self) -> Any:
         read = self._peeked
         if read is None:
             read = self._read()
-            if not self._ranks.is_first and read.rng is not None:
+            if not self._ranks.reads and read.rng is not None:
                 _set_rng(self._device, read.rng)
         else:
             # The batch was read ahead of its time: the generators move now, as they would have.
             self._peeked = None
-            if not self._ranks.is_first or _same(_get_rng(self._device), self._rng_before_peek):
+            if not self._ranks.reads or _same(_get_rng(self._device), self._rng_before_peek):
                 _set_rng(self._device, read.rng)
         if read.error is not None:
             raise read.error
@@ -192,7 +188,7 @@ class _SharedIterator(Iterator[Any]):
 
     def _read(self) -> _Read:
         read = _Read()
-        if self._ranks.is_first:
+        if self._ranks.reads:
             try:
                 if self._error is not None:
                     raise self._error
@@ -208,7 +204,8 @@ class _SharedIterator(Iterator[Any]):
             rng = _get_rng(self._device)
             read = _Read(read.batch, read.is_end, read.error, rng, rows)
         with at(self._ranks, "reads a batch"):
-            read = broadcast_read(self._ranks, read, partial(_unpicklable, read))
+            for ranks in _to_give(self._ranks):
+                read = broadcast_read(ranks, read, partial(_unpicklable, read))
         # copies of the pipeline are not at the same batch of an evaluation
         if self._ranks.talk.obey is not None and self._ranks.copies is None:
             self._ranks.talk.obey(False)
@@ -230,6 +227,19 @@ class _SharedIterator(Iterator[Any]):
             stacklevel=2,
         )
         return _Read(is_end=True, error=read.error)
+
+
+def _to_give(ranks: Ranks) -> tuple[Ranks, ...]:
+    """How what one process has read gets to all of its copy: first to the other parts of its
+    stage."""
+    return (ranks.tensor, ranks) if ranks.tensor is not None and ranks.is_first else (ranks,)
+
+
+def _given(ranks: Ranks, length: int | None) -> int | None:
+    """The number of batches that the process that reads has found."""
+    for given in _to_give(ranks):
+        length = broadcast_object(given, length, given.first_position)
+    return length
 
 
 def _least(copies: Ranks | None, length: int | None) -> int | None:

@@ -24,7 +24,7 @@ from lightning_pipe.runtime._torch import SharedScaler
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.reduce import gather_values
-from lightning_pipe.runtime.shards import local_part
+from lightning_pipe.runtime.shards import laid_out_as, local_part
 
 #: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
 _own_norm = torch.nn.utils.get_total_norm
@@ -56,7 +56,7 @@ class GradientStash:
         finally:
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:
-                    self.gradients[name] = parameter.grad
+                    self.gradients[name] = laid_out_as(parameter, parameter.grad)
                 parameter.grad = before[name]
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -69,7 +69,7 @@ class GradientStash:
             gradient = self.gradients.get(name)
             if gradient is None or gradient.layout != torch.strided:
                 continue
-            if not bool(gradient.any()):
+            if not bool(local_part(gradient).any()):
                 del self.gradients[name]
 
     def correct(self, factor: float) -> None:
@@ -152,7 +152,7 @@ def share_overflow(
     own = getattr(precision, "scaler", None)
     if own is None or ranks.world_size == 1:
         return None
-    group = ranks.pipeline_group if ranks.copies is None else dist.group.WORLD
+    group = dist.group.WORLD if ranks.others else ranks.pipeline_group
     shared = SharedScaler(device.type, process_group=group)
     if together is not None:
         own_unscale = shared.unscale_
@@ -181,35 +181,42 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
 def norm_of_parts(
     gradients: Sequence[Tensor],
     norm_type: float,
-    copies: Ranks | None,
+    sharers: Ranks | None,
     own_norm: Callable[..., Tensor] = _own_norm,
 ) -> Tensor:
-    """The norm of gradients of which other copies may hold a part; all copies have to call it.
+    """The norm of gradients of which other processes may hold parts; all have to call it.
 
     Args:
         gradients: Of one rank of the pipeline; parts are `DTensor`s.
         norm_type: Which norm.
-        copies: This position in all copies.
+        sharers: The processes that hold the other parts.
         own_norm: torch's function for it.
     """
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    whole = [local_part(gradient) for gradient in gradients if not _is_divided(gradient)]
+    parts = [gradient for gradient in gradients if _is_divided(gradient)]
     norm = own_norm(whole, norm_type) if whole or not parts else None
     if not parts:
         assert norm is not None
         return norm
     of_parts = own_norm([local_part(gradient) for gradient in parts], norm_type)
-    assert copies is not None
-    with at(copies, "takes the norm of gradients"):
-        all_parts = gather_values(copies, of_parts)
+    assert sharers is not None
+    with at(sharers, "takes the norm of gradients"):
+        all_parts = gather_values(sharers, of_parts)
     norms = torch.stack([*all_parts, *([] if norm is None else [norm.to(of_parts)])])
     joined: Tensor = torch.linalg.vector_norm(norms.double(), norm_type)
     return joined.to(of_parts)
 
 
+def _is_divided(gradient: Tensor) -> bool:
+    """Whether this process has only a part of it."""
+    if not isinstance(gradient, DTensor) or gradient.device_mesh.size() == 1:
+        return False
+    return not all(placement.is_replicate() for placement in gradient.placements)
+
+
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
     """The 2-norm of the gradients of all ranks of a pipeline."""
-    own = norm_of_parts(gradients, 2.0, ranks.copies) if gradients else torch.zeros(())
+    own = norm_of_parts(gradients, 2.0, ranks.sharers) if gradients else torch.zeros(())
     square = own.detach().to("cpu", torch.float64) ** 2
     if ranks.control_group is not None:
         with at(ranks, "clips gradients"):

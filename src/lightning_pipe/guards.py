@@ -227,7 +227,7 @@ def checksum(value: Tensor) -> Tensor:
 def _checksums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     if not parameters:
         return {}
-    sums = torch.stack([checksum(value) for value in parameters.values()])
+    sums = torch.stack([checksum(local_part(value)) for value in parameters.values()])
     return dict(zip(parameters, sums.tolist(), strict=True))
 
 

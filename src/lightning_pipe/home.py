@@ -13,6 +13,7 @@ from torch import nn
 from lightning_pipe.errors import CutError
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.ownership import Ownership
+from lightning_pipe.split.parted import part_of
 from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.trace import Trace
 from lightning_pipe.split.units import is_metric
@@ -116,7 +117,7 @@ def whole_as_fakes(
     for child in module.modules():
         for name, buffer in child._buffers.items():
             child._buffers[name] = None if buffer is None else buffer.to(device)
-    values = {name: parameter.data for name, parameter in module.named_parameters()}
+    values = {name: part_of(parameter.data) for name, parameter in module.named_parameters()}
     ghosts = Ownership(module, frozenset())
     ghosts.drop_foreign(device)
     try:

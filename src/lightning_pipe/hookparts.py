@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_pipe.runtime.meeting import ask
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import local_part
-from lightning_pipe.split._fake import storage_key
+from lightning_pipe.runtime.shards import joined, local_part
+from lightning_pipe.split._fake import is_fake, storage_key
 from lightning_pipe.split.tree import map_tensors, tensors
 
 _ALIASES = frozenset(("detach", "alias"))
@@ -42,11 +42,11 @@ class _Known:
 
 
 class HookParts:
-    """The parted weights and gradients of this rank; it answers other copies from here on.
+    """The parted weights and gradients of this rank; it answers others from here on.
 
     Args:
         module: The user's module.
-        copies: This position in all copies.
+        copies: The processes that hold the parts.
     """
 
     def __init__(self, module: nn.Module, copies: Ranks) -> None:
@@ -76,7 +76,7 @@ class HookParts:
             for key in missing:
                 parts = [answers[(copy, key)] for copy in range(self._copies.num_positions)]
                 known = next(k for k in found.values() if k.key == key)
-                known.whole = torch.cat([part.to(known.part.device) for part in parts])
+                known.whole = joined([part.to(known.part.device) for part in parts], known.part)
         return {number: known.whole for number, known in found.items() if known.whole is not None}
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class HookParts:
         )
 
     def _find(self, tensor: Tensor) -> _Known | None:
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor) or is_fake(tensor):
             return None
         key = _place(tensor)
         if key not in self._known:
@@ -166,7 +166,7 @@ class HookParts:
     def _index(self) -> None:
         for name, parameter in self._module.named_parameters():
             for kind, part in (("weight", parameter), ("gradient", parameter.grad)):
-                if isinstance(part, DTensor):
+                if isinstance(part, DTensor) and not is_fake(part):
                     key = _place(part)
                     if key not in self._known:
                         self._known[key] = _Known((kind, name), part)

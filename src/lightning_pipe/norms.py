@@ -55,7 +55,7 @@ def over_all_stages(
             alone: Tensor = own(given, norm_type, error_if_nonfinite, foreach)
             return alone
         mine = [tensor for tensor in given if counted(gradients[id(tensor)])]
-        part = float(norm_of_parts(mine, norm_type, ranks.copies, own)) if mine else 0.0
+        part = float(norm_of_parts(mine, norm_type, ranks.sharers, own)) if mine else 0.0
         with at(ranks, "takes the norm of all gradients in the optimizer"):
             parts = share.gather_objects(ranks, part) or []
         like = given[0] if given else torch.zeros(())

@@ -5,7 +5,7 @@ Who starts them, what they tell each other, and how one that fails ends the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,12 +29,14 @@ from lightning_pipe.replicas import (
     Reduction,
     check_group,
     check_size,
+    check_tensor_size,
     gather_from_copies,
     make_mesh,
     reduce_over_copies,
     sizes_of,
 )
 from lightning_pipe.runtime import meeting, share
+from lightning_pipe.runtime.axes import DATA, ORDER, Axes, check_order
 from lightning_pipe.runtime.patience import Patience, Timeout
 from lightning_pipe.runtime.progress import Progress
 from lightning_pipe.runtime.ranks import Ranks, Talk, make_ranks
@@ -55,7 +57,9 @@ class PipelineProcesses(ParallelStrategy):
         precision_plugin: The precision.
         pipeline_parallel_size: Ranks of a pipeline; None for what the copies leave.
         data_parallel_size: Copies of the pipeline; None for as many as there are devices for.
-        reduction: How their gradients are reduced.
+        tensor_parallel_size: Processes that share the tensors of a stage.
+        mesh_order: The axes of the mesh, outermost first.
+        reduction: How gradients are reduced over copies.
         arguments: What `Layout` takes besides.
         process_group_backend: Backend of the default process group.
         timeout: How long a rank may wait for another.
@@ -74,6 +78,8 @@ class PipelineProcesses(ParallelStrategy):
         *,
         pipeline_parallel_size: int | None,
         data_parallel_size: int | None = 1,
+        tensor_parallel_size: int = 1,
+        mesh_order: Sequence[str] = ORDER,
         reduction: Reduction | None = None,
         arguments: dict[str, Any],
         process_group_backend: str | None,
@@ -92,8 +98,11 @@ class PipelineProcesses(ParallelStrategy):
             raise ConfigError(f"start_method={start_method!r}: give one of {_START_METHODS}")
         self._num_nodes = 1
         check_size("data_parallel_size", data_parallel_size)
+        check_tensor_size(tensor_parallel_size, reduction)
         self._pipeline_parallel_size = pipeline_parallel_size
         self._data_parallel_size = data_parallel_size
+        self._tensor_parallel_size = tensor_parallel_size
+        self._mesh_order = check_order(mesh_order)
         self._reduction = reduction or Reduction()
         self._mesh: DeviceMesh | None = None
         self._arguments = arguments
@@ -146,8 +155,10 @@ class PipelineProcesses(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        copy = self.global_rank // self._pipeline_layout.num_ranks
-        return {"num_replicas": self._num_copies, "rank": copy}
+        return {
+            "num_replicas": self._num_copies,
+            "rank": self._axes.place(DATA, self.global_rank),
+        }
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -166,7 +177,17 @@ class PipelineProcesses(ParallelStrategy):
 
     @property
     def _num_copies(self) -> int:
-        return self._num_processes_of_job // self._pipeline_layout.num_ranks
+        of_copy = self._pipeline_layout.num_ranks * self._tensor_parallel_size
+        return self._num_processes_of_job // of_copy
+
+    @property
+    def _axes(self) -> Axes:
+        return Axes(
+            self._pipeline_layout.num_ranks,
+            self._num_copies,
+            self._tensor_parallel_size,
+            self._mesh_order,
+        )
 
     @property
     def _passes_through(self) -> bool:
@@ -175,6 +196,7 @@ class PipelineProcesses(ParallelStrategy):
         return (
             layout.num_stages == 1
             and self._num_copies == 1
+            and self._tensor_parallel_size == 1
             and layout.num_microbatches is None
             and layout.activation_checkpointing in ("auto", "none")
             and layout.compile is None
@@ -191,6 +213,7 @@ class PipelineProcesses(ParallelStrategy):
         return {
             "pipeline_parallel_size": self._pipeline_parallel_size,
             "data_parallel_size": self._data_parallel_size,
+            "tensor_parallel_size": self._tensor_parallel_size,
             **self._arguments,
         }
 
@@ -202,7 +225,10 @@ class PipelineProcesses(ParallelStrategy):
 
     def _make_layout(self) -> Layout:
         num_ranks, _ = sizes_of(
-            self._pipeline_parallel_size, self._data_parallel_size, self._num_processes_of_job
+            self._pipeline_parallel_size,
+            self._data_parallel_size,
+            self._num_processes_of_job,
+            self._tensor_parallel_size,
         )
         return Layout(num_ranks, **self._arguments)
 
@@ -251,7 +277,11 @@ class PipelineProcesses(ParallelStrategy):
             )
         if self._ranks is None:
             self._ranks = make_ranks(
-                layout.stage_to_rank(), layout.num_ranks, data_parallel_size=self._num_copies
+                layout.stage_to_rank(),
+                layout.num_ranks,
+                data_parallel_size=self._num_copies,
+                tensor_parallel_size=self._tensor_parallel_size,
+                mesh_order=self._mesh_order,
             )
             self._mesh = make_mesh(self._ranks, self.root_device)
         seam.set_mesh(self.lightning_module, self._mesh)
@@ -385,5 +415,4 @@ class _Doing:
         ranks = self._strategy._ranks
         if ranks is None:
             return None
-        talks = [ranks.talk, *([] if ranks.copies is None else [ranks.copies.talk])]
-        return next((talk for talk in talks if talk.place), None)
+        return next((met.talk for met in (ranks, *ranks.others) if met.talk.place), None)

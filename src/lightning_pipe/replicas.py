@@ -19,13 +19,16 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.runtime import share
+from lightning_pipe.runtime._torch import forget_layouts
+from lightning_pipe.runtime.axes import ORDER
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.reduce import gather_values, mean_gradients, reduce_value
+from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
+from lightning_pipe.split.parted import is_parted, parted_like
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_AXES = ("data_parallel", "pipeline", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +68,52 @@ class Reduction:
         return max(1, int(self.bucket_cap_mb * 2**20))
 
 
-def sizes_of(num_ranks: int | None, num_copies: int | None, world_size: int) -> tuple[int, int]:
+def sizes_of(
+    num_ranks: int | None, num_copies: int | None, world_size: int, tensor_size: int = 1
+) -> tuple[int, int]:
     """Ranks of a pipeline, and copies of it.
 
     Args:
         num_ranks: `pipeline_parallel_size`; None for "auto".
         num_copies: `data_parallel_size`; None for "auto".
         world_size: Processes of the job.
+        tensor_size: `tensor_parallel_size`.
 
     Raises:
         ConfigError: They are not the number of processes; with those that would be.
     """
+    given = f" with tensor_parallel_size={tensor_size}" if tensor_size > 1 else ""
+    times = f" x {tensor_size}" if tensor_size > 1 else ""
+    if world_size % tensor_size:
+        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_size} on {world_size} devices: each stage needs "
+            f"{tensor_size} of them. Give a tensor_parallel_size of {legal}, or a multiple of "
+            f"{tensor_size} devices"
+        )
+    stages = world_size // tensor_size
     if num_ranks is None and num_copies is None:
-        return world_size, 1
+        return stages, 1
     if num_ranks is None or num_copies is None:
         known = num_ranks or num_copies or 1
         name, free = ("pipeline", "data") if num_copies is None else ("data", "pipeline")
-        if world_size % known:
-            legal = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        if stages % known:
+            legal = ", ".join(str(n) for n in range(1, stages + 1) if stages % n == 0)
             raise ConfigError(
-                f"{name}_parallel_size={known} on {world_size} devices: {free}_parallel_size="
-                f"'auto' cannot make their product {world_size}. Give a {name}_parallel_size of "
-                f"{', '.join(legal)}, or a multiple of {known} devices"
+                f"{name}_parallel_size={known} on {world_size} devices{given}: {free}_parallel_"
+                f"size='auto' cannot make their product {world_size}. Give a {name}_parallel_size "
+                f"of {legal}, or a multiple of {known * tensor_size} devices"
             )
-        rest = world_size // known
+        rest = stages // known
         return (known, rest) if num_copies is None else (rest, known)
-    if num_ranks * num_copies != world_size:
-        wanted = num_ranks * num_copies
+    if num_ranks * num_copies != stages:
+        wanted = num_ranks * num_copies * tensor_size
         raise ConfigError(
             f"pipeline_parallel_size={num_ranks} on {world_size} devices with data_parallel_size="
-            f"{num_copies}: {num_ranks} x {num_copies} = {wanted} processes are needed. Give "
-            f"devices={wanted} in all, or leave one of the two at 'auto'"
-            + (
-                f": data_parallel_size={world_size // num_ranks}"
-                if world_size % num_ranks == 0
-                else ""
-            )
+            f"{num_copies}{given and ' and' + given[5:]}: {num_ranks} x {num_copies}{times} = "
+            f"{wanted} processes are needed. Give devices={wanted} in all, or leave one of the two "
+            "at 'auto'"
+            + (f": data_parallel_size={stages // num_ranks}" if stages % num_ranks == 0 else "")
         )
     return num_ranks, num_copies
 
@@ -113,6 +126,23 @@ def check_size(name: str, size: int | None) -> None:
     """
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ConfigError(f"{name}={size!r}: give a whole number, 1 at least, or 'auto'")
+
+
+def check_tensor_size(size: Any, reduction: Reduction | None) -> None:
+    """Refuses what is no number of processes, and what cannot be together with several.
+
+    Raises:
+        ConfigError: With what would be legal.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"tensor_parallel_size={size!r}: give a whole number, 1 at least")
+    if size > 1 and reduction is not None and reduction.is_sharded:
+        raise ConfigError(
+            f"tensor_parallel_size={size} with data_parallel_sharding=True: what "
+            "parallelize_module makes of weights is in parts already, and is not divided over the "
+            "copies as well. Leave one of them out; more ranks of the pipeline "
+            "(pipeline_parallel_size) save memory with either"
+        )
 
 
 class Copies:
@@ -149,14 +179,14 @@ class Copies:
         if copies is None:
             return
         mine = {
-            name: parameter.grad
+            name: local_part(parameter.grad)
             for name, parameter in parameters.items()
             if name not in owners or owners[name][0] == self._ranks.position
         }
         means = mean_gradients(
             copies,
             mine,
-            parameters,
+            {name: local_part(parameter) for name, parameter in parameters.items()},
             bucket_bytes=self._reduction.bucket_bytes,
             dtype=self._reduction.dtype,
         )
@@ -168,7 +198,8 @@ class Copies:
                 if mean is not None
             }
         for name, mean in means.items():
-            parameters[name].grad = mean
+            like = parameters[name]
+            like.grad = parted_like(like, mean) if is_parted(like) else mean
 
 
 def make_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
@@ -179,14 +210,14 @@ def make_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
     """
     if ranks.world_size == 1:
         return None
+    forget_layouts()
     alone = dist.new_group([ranks.global_rank], use_local_synchronization=True)
-    groups = [
-        alone if ranks.copies is None else ranks.copies.pipeline_group,
-        alone if ranks.pipeline_group is None else ranks.pipeline_group,
-        alone,
-    ]
-    numbers = torch.arange(ranks.world_size).view(-1, ranks.num_positions, 1)
-    mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=_AXES)
+    lines = {line.axis: line.pipeline_group for line in (ranks, *ranks.others)}
+    groups = [lines.get(axis) or alone for axis in ORDER]
+    axes = ranks.axes
+    numbers = torch.arange(ranks.world_size).view([axes.size(axis) for axis in axes.order])
+    numbers = numbers.permute([axes.order.index(axis) for axis in ORDER])
+    mesh: DeviceMesh = DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=ORDER)
     return mesh
 
 
@@ -282,6 +313,7 @@ __all__ = [
     "Reduction",
     "check_group",
     "check_size",
+    "check_tensor_size",
     "gather_from_copies",
     "make_mesh",
     "metric_sync",

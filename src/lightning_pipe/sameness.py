@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lightning_pipe.errors import CutError
 from lightning_pipe.home import Home
-from lightning_pipe.runtime import share
+from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.meeting import meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.split.memo import Elsewhere, SharedOutcomes
@@ -85,21 +85,20 @@ def _agree(ranks: Ranks, shared: SharedOutcomes, text: str, failure: Exception |
     return False
 
 
-def refuse_other_stages(home: Home, copies: Ranks | None) -> None:
-    """Refuses copies of the pipeline that have other stages: they could not be averaged.
+def refuse_other_stages(home: Home, others: Ranks) -> None:
+    """Refuses pipelines that belong together and have other stages: they could not meet.
 
     Args:
-        home: The stages of this copy.
-        copies: This position in all copies; None if there is one.
+        home: The stages of this one.
+        others: This position in all of them.
 
     Raises:
-        CutError: They differ; on all copies.
+        CutError: They differ; on all.
     """
-    if copies is None:
-        return
     seen = repr((home.starts, home.stage_to_rank, [sorted(held) for held in home.held]))
-    if len(set(meet(copies, "has cut the model", zlib.crc32(seen.encode())))) > 1:
+    if len(set(meet(others, "has cut the model", zlib.crc32(seen.encode())))) > 1:
         raise CutError(
-            "the copies of the pipeline have cut the model into other stages than each other. "
+            f"the {meeting.PLURAL[others.called]} of the pipeline have cut the model into other "
+            "stages than each other. "
             "Build the same model on every rank, with the same versions of the same packages"
         )

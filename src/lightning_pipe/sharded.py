@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipe.errors import CheckpointError, ConfigError
 from lightning_pipe.folders import discard, replace
 from lightning_pipe.manners import AtomicCheckpointIO, to_disk
+from lightning_pipe.runtime.axes import DATA
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.share import gather_objects
@@ -83,14 +84,13 @@ class ShardedCheckpoints:
                 f"{path}: sharded checkpoints are written to a file system that all ranks share; "
                 "give a path there, or save_distributed_checkpoint=False"
             )
-        copy = self._ranks.data_parallel_rank
-        if copy and not self._by_all_copies:  # copies have the same
+        if self._ranks.data_parallel_rank and not self._by_all_copies:  # copies have the same
             return
         self.wait()
         target = Path(path)
         part = target.with_name(f".{target.name}.part")
         tensors, rest = _taken_apart(checkpoint)
-        if copy:
+        if self._ranks.is_spare:
             tensors = {key: value for key, value in tensors.items() if isinstance(value, DTensor)}
         else:
             with at(self._ranks, "begins to write a checkpoint"):
@@ -142,7 +142,7 @@ class ShardedCheckpoints:
 
     def _finish(self, part: Path, target: Path) -> None:
         """Moves a folder to its place, on the rank that logs."""
-        if not self._ranks.is_first or self._ranks.data_parallel_rank:
+        if not self._ranks.is_first or self._ranks.is_spare:
             return
         lacking = [name for name in _files(part) if not (part / name).exists()]
         if lacking:
@@ -284,17 +284,18 @@ def make_group(
         in_background: Whether it is used while training goes on, and so by nobody else.
         by_all_copies: Whether all copies of the pipeline write.
     """
-    if by_all_copies and ranks.copies is not None:
-        everyone: dist.ProcessGroup = dist.new_group(backend="gloo")
-        return everyone
-    if not in_background or ranks.control_group is None:
+    axes = ranks.axes
+    if axes.tensor_parallel == 1 and not by_all_copies and not in_background:
         return ranks.control_group
     made: dist.ProcessGroup | None = None
-    for copy in range(ranks.data_parallel_size):
-        start = copy * ranks.num_positions
-        group = dist.new_group(list(range(start, start + ranks.num_positions)), backend="gloo")
-        if copy == ranks.data_parallel_rank:
-            made = group
+    writers: dict[int, list[int]] = {}
+    for rank in range(axes.num_ranks):
+        writers.setdefault(0 if by_all_copies else axes.place(DATA, rank), []).append(rank)
+    for members in writers.values():
+        if len(members) > 1:
+            group = dist.new_group(members, backend="gloo")
+            if ranks.global_rank in members:
+                made = group
     return made
 
 

@@ -22,10 +22,11 @@ from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import whole_tensor
+from lightning_pipe.runtime.shards import local_part, own_part, whole_tensor
 from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.ownership import parameter_names
+from lightning_pipe.split.parted import held_numbers, is_parted, part_of
 from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.steps import Pipeline
 
@@ -91,7 +92,7 @@ class SpreadModel:
         """The whole model under its own names on global rank 0; elsewhere with fakes."""
         with self._resting():
             own = self._own_whole()
-            if self._ranks.data_parallel_rank:  # another copy has the same
+            if self._ranks.is_spare:  # another process has the same
                 return self._module.state_dict()
             return self._gathered_state_dict(own)
 
@@ -121,18 +122,30 @@ class SpreadModel:
         return nullcontext() if weights is None else weights.resting()
 
     def _own_whole(self) -> dict[str, Tensor]:
-        """The weights of which this rank holds parts, on the host of the first copy."""
-        weights = self._pipeline.weights
+        """The weights of which this rank holds parts, on the host of the process that saves."""
         found: dict[str, Tensor] = {}
-        if weights is None:
+        if not self._is_parted:
             return found
-        assert self._ranks.copies is not None
-        with at(self._ranks.copies, "gathers the parts of weights"):
-            for name in weights.shards:
-                value = weights.whole(name)
-                if not self._ranks.data_parallel_rank:
-                    found[name] = value.cpu()
+        sharers = self._ranks.sharers
+        parameters = dict(self._module.named_parameters())
+        with self._with_sharers("gathers the parts of weights"):
+            for name, parameter in parameters.items():
+                if is_parted(parameter) and name in self._home.ownership.keep:
+                    value = whole_tensor(parameter, sharers)
+                    if not self._ranks.is_spare:
+                        found[name] = value.detach().cpu()
         return found
+
+    @property
+    def _is_parted(self) -> bool:
+        """Whether weights are in parts, of which other processes may hold the others."""
+        if self._pipeline.weights is not None or self._ranks.tensor is not None:
+            return True
+        return any(is_parted(parameter) for parameter in self._module.parameters())
+
+    def _with_sharers(self, place: str) -> AbstractContextManager[None]:
+        sharers = self._ranks.sharers
+        return nullcontext() if sharers is None else at(sharers, place)
 
     def _writes(self, name: str) -> bool:
         """Whether this rank writes a parameter; what belongs to no stage, the first rank writes."""
@@ -156,12 +169,11 @@ class SpreadModel:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, numbered as on one device, on global rank 0."""
         state = optimizer.state_dict()
-        if self._pipeline.weights is not None:
-            assert self._ranks.copies is not None
-            whole = partial(whole_tensor, copies=self._ranks.copies)
-            with at(self._ranks.copies, "gathers the parts of the optimizer's state"):
+        if self._is_parted:
+            whole = partial(whole_tensor, sharers=self._ranks.sharers)
+            with self._with_sharers("gathers the parts of the optimizer's state"):
                 state["state"] = map_tensors(whole, state["state"])
-        if self._ranks.data_parallel_rank:
+        if self._ranks.is_spare:
             return state
         with at(self._ranks, "gathers the state of the optimizer"):
             return gather_optimizer_state(optimizer, state, self._names, self._home, self._ranks)
@@ -169,7 +181,7 @@ class SpreadModel:
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Gives an optimizer the part of a whole state that belongs to this rank."""
         own = own_optimizer_state(optimizer, state, self._names, self._home)
-        if self._pipeline.weights is not None:
+        if self._is_parted:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for index, entry in own["state"].items():
                 if isinstance(index, int) and isinstance(parameters[index], DTensor):
@@ -179,13 +191,15 @@ class SpreadModel:
     def _parts_of(self, shard: Tensor, entry: Any) -> Any:
         """Of the whole state of a parameter, what this copy holds; other shapes stay whole."""
         weights = self._pipeline.weights
-        assert weights is not None
         name = self._names[id(shard)]
 
         def part(value: Tensor) -> Tensor:
             if not value.ndim:
                 return value
-            return weights.part(name, value, is_whole=value.shape != shard.shape)
+            is_whole = value.shape != shard.shape
+            if weights is None:
+                return value if is_whole else own_part(shard, value)
+            return weights.part(name, value, is_whole=is_whole)
 
         return map_tensors(part, entry)
 
@@ -220,7 +234,7 @@ class SpreadModel:
         if weights is None:
             return
         assert self._ranks.copies is not None
-        joined = partial(whole_tensor, copies=self._ranks.copies)
+        joined = partial(whole_tensor, sharers=self._ranks.copies)
         for optimizer in self._optimizers:
             for shard in weights.shards.values():
                 if shard in optimizer.state:
@@ -241,12 +255,13 @@ class SpreadModel:
             self.restore("all")
         elif self.is_spread and not self._ranks.is_first:
             foreign = {n: self._module.get_parameter(n) for n in self._home.ownership.foreign}
-            self._put_back({n: torch.empty(p.shape, dtype=p.dtype) for n, p in foreign.items()})
+            empty = {n: part_of(p).shape for n, p in foreign.items()}
+            self._put_back({n: torch.empty(s, dtype=foreign[n].dtype) for n, s in empty.items()})
         self.is_spread = False
 
     def _fits(self, num_processes: int) -> bool:
         """Whether each process of every machine can hold the whole model."""
-        num_bytes = sum(p.numel() * p.element_size() for p in self._module.parameters())
+        num_bytes = sum(held_numbers(p) * p.element_size() for p in self._module.parameters())
         fits = num_bytes * num_processes < 0.5 * psutil.virtual_memory().available
         return all(share.gather_objects(self._ranks, fits) or ())
 
@@ -273,7 +288,10 @@ def share_initial_state(
     Raises:
         CutError: The blueprints are not the same.
     """
-    if blueprint is not None and len(set(share.gather_everywhere(ranks, blueprint.digest))) > 1:
+    told = share.gather_everywhere(
+        ranks, (ranks.tensor_parallel_rank, "" if blueprint is None else blueprint.digest)
+    )
+    if len(set(told)) > ranks.axes.tensor_parallel:  # parts of a weight are made by other recipes
         raise CutError(
             "configure_model builds other weights on one rank than on another. Build the same "
             "model on every rank: nothing in it may depend on the rank, or on random numbers that "
@@ -284,10 +302,12 @@ def share_initial_state(
         is_made = blueprint is not None and blueprint.is_cold(tensor)
         if id(tensor) not in seen and not is_made:
             seen.add(id(tensor))
-            received = share.broadcast_everywhere(ranks, tensor.detach())
-            if ranks.global_rank:
+            own = local_part(tensor)
+            is_part = isinstance(tensor, DTensor)
+            received = share.broadcast_everywhere(ranks, own.detach(), of_part=is_part)
+            if received is not own:
                 with torch.no_grad():
-                    tensor.copy_(received)
+                    own.copy_(received)
 
 
 _SMALL = 1 << 16  # numbers in a buffer that is compared
@@ -355,7 +375,7 @@ def gather_parameters(
     # those that a hook has added since the cut are on every rank
     known = (name for name in parameter_names(module) if home.owners(name))
     owner_of = {name: home.owners(name)[0] for name in known}
-    local = {n: own[n] if n in own else module.get_parameter(n).detach() for n in keep}
+    local = {n: own[n] if n in own else local_part(module.get_parameter(n)).detach() for n in keep}
     if not everywhere:
         found = gather_state(ranks, local, owner_of) or {}
         return {name: value for name, value in found.items() if name not in keep}

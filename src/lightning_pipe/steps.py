@@ -33,10 +33,12 @@ from lightning_pipe.planning.timeline import Span
 from lightning_pipe.preflight import Preflight, refuse_different, told_of
 from lightning_pipe.replicas import Copies, Reduction, metric_sync
 from lightning_pipe.runtime import share
+from lightning_pipe.runtime._torch import backwards_of_parallel_losses
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.sharding import share_parts
+from lightning_pipe.split.parted import is_parted, parted_like
 from lightning_pipe.split.patching import find_metrics
 from lightning_pipe.split.rng import mix, preserved
 from lightning_pipe.split.rows import Pieces
@@ -219,7 +221,8 @@ class Pipeline(PipelineCuts):
         collected = stash.collect() if stash is not None else nullcontext()
         noted = nullcontext() if step.statistics is None else step.statistics.step()
         synced = nullcontext() if step.synced is None else step.synced.running()
-        with collected, synced, noted, preserved(self.device.type, self._cuts.generators):
+        shared = nullcontext() if self.ranks.tensor is None else backwards_of_parallel_losses()
+        with collected, synced, noted, shared, preserved(self.device.type, self._cuts.generators):
             self.spans = self.engine.run(schedule, stages, training=step.training)
         if gathered:
             self.free_weights()
@@ -243,9 +246,11 @@ class Pipeline(PipelineCuts):
 
     def parted_in_hooks(self) -> HookParts | None:
         """What gives hooks the whole weights, where each copy holds a part."""
-        if self.weights is None or self.ranks.copies is None:
+        ranks = self.ranks
+        if self.weights is None and not any(map(is_parted, self.module.parameters())):
             return None
-        return HookParts(self.module, self.ranks.copies)
+        sharers = ranks.tensor if self.weights is None else ranks.copies
+        return HookParts(self.module, sharers or Ranks(1, ranks.global_rank, 0, 1, (0,)))
 
     def _gather(self, step: StepRun) -> bool:
         """Starts to gather the weights of a training step; whether it has to free them."""
@@ -372,7 +377,7 @@ class Pipeline(PipelineCuts):
 
     def _sum_replicas(self, stash: GradientStash) -> None:
         if self._replicated:
-            own = {name: stash.gradients.get(name) for name in self._replicated}
+            own = {name: local_part(stash.gradients.get(name)) for name in self._replicated}
             values = {
                 n: local_part(p)
                 for n, p in self._resting_parameters.items()
@@ -381,7 +386,14 @@ class Pipeline(PipelineCuts):
             summed = share.sum_replicated(
                 self.ranks, own, self._replicated, self._guards.checksums(values)
             )
-            stash.gradients.update({n: g for n, g in summed.items() if g is not None})
+            parameters = self._own_parameters
+            stash.gradients.update(
+                {
+                    n: parted_like(parameters[n], g) if is_parted(parameters[n]) else g
+                    for n, g in summed.items()
+                    if g is not None
+                }
+            )
 
     def average_gradients(self) -> None:
         """Puts the means over all copies of the pipeline into `.grad`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -52,11 +52,13 @@ from lightning_pipe.planfile import read_costs, read_plan, with_plan
 from lightning_pipe.planning.plan import Plan
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import meeting, share
+from lightning_pipe.runtime.axes import ORDER
 from lightning_pipe.runtime.progress import Progress
 from lightning_pipe.sharded import (
     check_wanted,
 )
 from lightning_pipe.sharding import stepping_on_parts
+from lightning_pipe.shared_tensors import check_shared_tensors
 from lightning_pipe.split._fake import run_eagerly
 from lightning_pipe.split.compiled import check_options
 from lightning_pipe.split.nest import copy_tensors
@@ -87,6 +89,11 @@ class PipelineStrategy(PipelineCheckpoints):
             those that there are for each copy.
         data_parallel_size: Copies of the pipeline, each of which trains on its part of the data.
             "auto" makes as many as there are devices for.
+        tensor_parallel_size: Processes that share the tensors of each stage. Which tensors and how,
+            ``configure_model`` says with ``parallelize_module`` on
+            ``self.device_mesh["tensor_parallel"]``.
+        mesh_order: The axes of ``self.device_mesh``, outermost first: neighbours along the last one
+            have global ranks that follow each other.
         num_microbatches: Pieces that a batch is split into. "auto" takes 4 per rank, or as many as
             the batch has rows.
         microbatch_size: Rows of a micro-batch. A training step then draws num_microbatches of them
@@ -158,6 +165,8 @@ class PipelineStrategy(PipelineCheckpoints):
         *,
         pipeline_parallel_size: Size = "auto",
         data_parallel_size: Size = 1,
+        tensor_parallel_size: int = 1,
+        mesh_order: Sequence[str] = ORDER,
         num_microbatches: Size = "auto",
         microbatch_size: int | None = None,
         schedule: str = "auto",
@@ -207,6 +216,8 @@ class PipelineStrategy(PipelineCheckpoints):
             precision_plugin,
             pipeline_parallel_size=num_ranks,
             data_parallel_size=number_of(data_parallel_size),
+            tensor_parallel_size=tensor_parallel_size,
+            mesh_order=mesh_order,
             reduction=Reduction(bucket_cap_mb, reduce_dtype, data_parallel_sharding),
             arguments=arguments,
             process_group_backend=process_group_backend,
@@ -271,8 +282,9 @@ class PipelineStrategy(PipelineCheckpoints):
             refuse_training(module)
         with nullcontext() if self._blueprint is None else self._building():
             self.model = self.precision_plugin.convert_module(module)
+        check_shared_tensors(self.model, ranks)
         flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
-        is_parted = self._reduction.is_sharded and ranks.copies is not None
+        is_parted = self._holds_parts
         has_hooks = any(flags) and (ranks.num_positions > 1 or is_parted)
         if ranks.world_size > 1:
             compare(ranks, facts_of(module, self.given, trainer))
@@ -333,10 +345,10 @@ class PipelineStrategy(PipelineCheckpoints):
         **kwargs: Any,
     ) -> Any:
         with self._between.suspended(), ExitStack() as stack:
-            ranks, is_parted = self._ranks, self._reduction.is_sharded
+            ranks, is_parted = self._ranks, self._holds_parts
             if ranks is not None and (ranks.num_positions > 1 or is_parted):
                 stack.enter_context(over_all_stages(ranks, optimizer, self._counts))
-            if is_parted:
+            if self._reduction.is_sharded:
                 stack.enter_context(stepping_on_parts(optimizer))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -536,6 +548,12 @@ class PipelineStrategy(PipelineCheckpoints):
         seam.teardown(self, super().teardown)
 
     # ------------------------------------------------------------------ pieces
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether processes of other pipelines hold other parts of this one's weights."""
+        ranks = self._own_ranks
+        return ranks.tensor is not None or (self._reduction.is_sharded and ranks.copies is not None)
 
     def _hook_runs(self) -> AbstractContextManager[None]:
         return self._between.running() if self._is_cut else nullcontext()

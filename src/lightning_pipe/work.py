@@ -19,12 +19,14 @@ from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.ends import Skipped, StepResult
 from lightning_pipe.split.nest import copy_tensors, describe
+from lightning_pipe.split.parted import as_ordinary
 from lightning_pipe.split.rng import mix
 from lightning_pipe.split.rows import Pieces
 from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
+from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.split.units import modules_of
 from lightning_pipe.statistics import DeferredStatistics
 from lightning_pipe.synced import SyncedNorms
@@ -138,9 +140,10 @@ class StepRun:
         self.recorded.append(result.recorded)
         if self.training and result.value is None:
             raise Skipped
+        value = map_tensors(as_ordinary, result.value)
         if self.training:
-            need_loss(result.value)
-        loss, factor = self.tail.returned(result.value, microbatch)
+            need_loss(value)
+        loss, factor = self.tail.returned(value, microbatch)
         if self.finite is not None and factor != 0:
             self.finite.note_loss(microbatch, loss)
         return (self._weighted(loss, factor, received),) if self.training else ()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from operator import and_, or_
 from typing import Any
@@ -30,7 +30,8 @@ from lightning_pipe.runtime.where import users_line
 Item = tuple[int, Hashable]
 """The position that knows something, and what it is asked."""
 
-_PLURAL = {"rank": "ranks", "copy": "copies"}
+#: what several of them are called
+PLURAL = {"rank": "ranks", "copy": "copies", "tensor rank": "tensor ranks"}
 
 
 def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
@@ -64,7 +65,7 @@ def meet(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
 
 
 def meet_everywhere(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
-    """Waits until all ranks of all copies of the pipeline are at this place.
+    """Waits until all ranks of all pipelines are at this place.
 
     Args:
         ranks: This rank.
@@ -72,18 +73,17 @@ def meet_everywhere(ranks: Ranks, place: str, flag: int = 0) -> list[int]:
         flag: Some bits for the others, less than 2 ** 16.
 
     Returns:
-        Flags in which each bit is set if it is set on any, or on all, ranks of a copy: those of all
+        Flags in which each bit is set if it is set on any, or on all, ranks of a line: those of all
         ranks, as far as `any` and `all` of a bit can tell.
     """
     flags = meet(ranks, place, flag)
-    if ranks.copies is None:
-        return flags
-    some, every = reduce(or_, flags), reduce(and_, flags)
-    among = ranks.copies.talk
-    among.requests, among.heard = ranks.talk.heard, 0
-    of_copies = meet(ranks.copies, place, some << 16 | every)
-    ranks.talk.heard |= among.heard
-    return [found for both in of_copies for found in (both >> 16, both & 0xFFFF)]
+    for others in ranks.others:
+        some, every = reduce(or_, flags), reduce(and_, flags)
+        others.talk.requests, others.talk.heard = ranks.talk.heard, 0
+        told = meet(others, place, some << 16 | every)
+        ranks.talk.heard |= others.talk.heard
+        flags = [found for both in told for found in (both >> 16, both & 0xFFFF)]
+    return flags
 
 
 def together(everywhere: bool) -> Callable[..., Any]:
@@ -105,8 +105,10 @@ def at(ranks: Ranks, place: str) -> Iterator[None]:
 
 @contextmanager
 def everywhere(ranks: Ranks, place: str) -> Iterator[None]:
-    """As :func:`at`, for all ranks of all copies of the pipeline."""
-    with at(ranks, place), at(ranks.copies or ranks, place):
+    """As :func:`at`, for all ranks of all pipelines."""
+    with ExitStack() as stack:
+        for met in (ranks, *ranks.others):
+            stack.enter_context(at(met, place))
         yield
 
 
@@ -163,7 +165,7 @@ def _own_answer(ranks: Ranks, key: Hashable) -> Any:
 def _raise_apart(ranks: Ranks, place: str) -> None:
     listed = "; ".join(share.gather_objects(ranks, f"{ranks} {place}{_here()}") or [])
     raise MeetingError(
-        f"the {_PLURAL[ranks.called]} of the pipeline are at different places of the program: "
+        f"the {PLURAL[ranks.called]} of the pipeline are at different places of the program: "
         f"{listed}. Each of these needs all ranks, so that none could go on. Let all ranks do the "
         "same: take a condition on the rank (`is_global_zero`, `global_rank == 0`, "
         "`rank_zero_only`) away from it, as in `trainer.save_checkpoint(...)`, which writes its "

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from lightning_pipe.errors import ConfigError, PeerError
+from lightning_pipe.runtime.axes import DATA, ORDER, PIPELINE, TENSOR, Axes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,14 +58,13 @@ class Ranks:
         order: `order[position]` is the process of that position, counted within the pipeline.
         pipeline_group: For tensors between stages; None if there is one rank.
         control_group: A gloo group of the same processes, for objects; None if there is one rank.
-        data_parallel_size: Copies of the pipeline.
-        data_parallel_rank: The copy that this process belongs to.
-        first_global_rank: The process of this pipeline that holds the last stage, reads the data
-            and logs.
-        stride: How far apart the processes of this pipeline are.
+        axes: Which processes belong together.
+        first_global_rank: The process of this pipeline that holds the last stage.
         copies: The processes that have this position in all copies of the pipeline, seen as ranks
             of a pipeline themselves, so that they can share and meet; None if there is one copy.
+        tensor: Those that share the tensors of this stage, as well; None if there is one.
         called: What one of these ranks is called in messages.
+        axis: The axis along which the ranks are.
         talk: Where this rank is in its meetings with the others.
     """
 
@@ -75,18 +75,54 @@ class Ranks:
     order: tuple[int, ...]
     pipeline_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
-    data_parallel_size: int = 1
-    data_parallel_rank: int = 0
+    axes: Axes = field(default_factory=Axes)
     first_global_rank: int = 0
-    stride: int = 1
     copies: Ranks | None = None
+    tensor: Ranks | None = None
     called: str = "rank"
+    axis: str = PIPELINE
     talk: Talk = field(default_factory=Talk, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is that one."""
+        """Whether this process is the first of its pipeline."""
         return self.global_rank == self.first_global_rank
+
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads the data for its copy of the pipeline."""
+        return self.is_first and not self.tensor_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the pipeline."""
+        return self.axes.data_parallel
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The copy that this process belongs to."""
+        return self.axes.place(DATA, self.global_rank)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which of the processes that share the tensors of a stage this is."""
+        return self.axes.place(TENSOR, self.global_rank)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether a process of another copy, or another part of it, has what this one has."""
+        return bool(self.data_parallel_rank or self.tensor_parallel_rank)
+
+    @property
+    def sharers(self) -> Ranks | None:
+        """The processes that may hold other parts of this one's weights; see `Axes`: where a stage
+        is shared, weights are not divided over the copies as well."""
+        return self.tensor or self.copies
+
+    @property
+    def others(self) -> tuple[Ranks, ...]:
+        """The processes that have this position in other pipelines, axis by axis."""
+        return tuple(ranks for ranks in (self.copies, self.tensor) if ranks is not None)
 
     @property
     def first_position(self) -> int:
@@ -95,7 +131,11 @@ class Ranks:
 
     def global_rank_of(self, position: int) -> int:
         """The process that has a position in this pipeline."""
-        return self.first_global_rank + self.stride * self.order[position]
+        return self.first_global_rank + self.axes.stride(self.axis) * self.order[position]
+
+    def position_of(self, global_rank: int) -> int:
+        """The position that a process has among such ranks, in its own pipeline."""
+        return self.order.index(self.axes.place(self.axis, global_rank))
 
     def __str__(self) -> str:
         return f"{self.called} {self.position} (global rank {self.global_rank})"
@@ -116,14 +156,21 @@ def rank_order(stage_to_rank: Sequence[int], num_positions: int) -> tuple[int, .
 
 
 def make_ranks(
-    stage_to_rank: Sequence[int], num_positions: int, *, data_parallel_size: int = 1
+    stage_to_rank: Sequence[int],
+    num_positions: int,
+    *,
+    data_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+    mesh_order: tuple[str, ...] = ORDER,
 ) -> Ranks:
     """Makes the groups of all pipelines; every process of the job has to call this.
 
     Args:
         stage_to_rank: The position that holds each stage (`Schedule.stage_to_rank`).
         num_positions: Ranks of a pipeline.
-        data_parallel_size: Copies of the pipeline. Those of one copy are neighbours in global rank.
+        data_parallel_size: Copies of the pipeline.
+        tensor_parallel_size: Processes that share the tensors of a stage.
+        mesh_order: The axes; neighbours along the last one are neighbours in global rank.
 
     Returns:
         The view of this process. Without a process group, that of the only process.
@@ -131,46 +178,39 @@ def make_ranks(
     initialized = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size() if initialized else 1
     global_rank = dist.get_rank() if initialized else 0
-    if num_positions * data_parallel_size != world_size:
+    axes = Axes(num_positions, data_parallel_size, tensor_parallel_size, mesh_order)
+    if axes.num_ranks != world_size:
         raise ConfigError(
-            f"pipeline_parallel_size={num_positions} x data_parallel_size={data_parallel_size}: "
-            f"{num_positions * data_parallel_size} processes are needed and {world_size} were "
-            "started; their product must be the number of devices"
+            f"{axes}: {axes.num_ranks} processes are needed and {world_size} were started; their "
+            "product must be the number of devices"
         )
+    common: dict[str, Any] = {"world_size": world_size, "global_rank": global_rank, "axes": axes}
+    along: dict[str, dict[str, Any]] = {}
+    for axis in (PIPELINE, DATA, TENSOR):
+        for_tensors, for_objects = _groups(axes.lines(axis))
+        along[axis] = {
+            **common,
+            "axis": axis,
+            "num_positions": axes.size(axis),
+            "pipeline_group": for_tensors,
+            "control_group": for_objects,
+            "first_global_rank": axes.first(axis, global_rank),
+        }
+
+    def others(axis: str, called: str) -> Ranks | None:
+        if axes.size(axis) == 1:
+            return None
+        order = tuple(range(axes.size(axis)))
+        place = axes.place(axis, global_rank)
+        return Ranks(**along[axis], position=place, order=order, called=called)
+
     order = rank_order(stage_to_rank, num_positions)
-    replica, place = divmod(global_rank, num_positions)
-    pipeline_group, control_group = _groups(
-        [range(first, first + num_positions) for first in range(0, world_size, num_positions)]
-    )
-    copies = None
-    if data_parallel_size > 1:
-        for_gradients, for_decisions = _groups(
-            [range(first, world_size, num_positions) for first in range(num_positions)]
-        )
-        copies = Ranks(
-            world_size=world_size,
-            global_rank=global_rank,
-            position=replica,
-            num_positions=data_parallel_size,
-            order=tuple(range(data_parallel_size)),
-            pipeline_group=for_gradients,
-            control_group=for_decisions,
-            first_global_rank=place,
-            stride=num_positions,
-            called="copy",
-        )
     return Ranks(
-        world_size=world_size,
-        global_rank=global_rank,
-        position=order.index(place),
-        num_positions=num_positions,
+        **along[PIPELINE],
+        position=order.index(axes.place(PIPELINE, global_rank)),
         order=order,
-        pipeline_group=pipeline_group,
-        control_group=control_group,
-        data_parallel_size=data_parallel_size,
-        data_parallel_rank=replica,
-        first_global_rank=replica * num_positions,
-        copies=copies,
+        copies=others(DATA, "copy"),
+        tensor=others(TENSOR, "tensor rank"),
     )
 
 

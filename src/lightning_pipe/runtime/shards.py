@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_pipe.runtime import _torch
 from lightning_pipe.runtime.meeting import at
@@ -281,18 +281,65 @@ class _Group:
         self.is_coming = self.is_there = False
 
 
-def whole_tensor(value: Tensor, copies: Ranks) -> Tensor:
-    """A value of which each copy may hold a part; all copies have to ask for it.
+def whole_tensor(value: Tensor, sharers: Ranks | None) -> Tensor:
+    """A value of which several processes may hold parts; all of them have to ask for it.
 
     `DTensor.full_tensor` would do, but what torch remembers of an operation on such tensors has the
     groups in it of the first time, which may be those of a run that is over.
+
+    Args:
+        value: The value, or this process's part of it.
+        sharers: The processes that hold the parts.
     """
     if not isinstance(value, DTensor):
         return value
-    local: Tensor = local_part(value)
-    if value.placements != (Shard(0),):
-        return local.detach()
-    return torch.cat(gather_values(copies, local))
+    local: Tensor = local_part(value).detach()
+    if value.device_mesh.size() == 1 or isinstance(value.placements[0], Replicate):
+        return local
+    assert sharers is not None, "a tensor that processes share has a mesh of several"
+    return joined(gather_values(sharers, local), value)
+
+
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The whole that parts make up.
+
+    Args:
+        parts: Those of all processes, in order.
+        like: A tensor that is laid out so.
+    """
+    assert isinstance(like, DTensor)
+    (placement,) = like.placements
+    if isinstance(placement, Shard):
+        return torch.cat(list(parts), placement.dim)
+    if isinstance(placement, Replicate):
+        return parts[0]
+    assert isinstance(placement, Partial), f"{placement}: checked before the run"
+    return torch.stack(list(parts)).sum(0)
+
+
+def own_part(like: Tensor, value: Tensor) -> Tensor:
+    """This process's part of a value, laid out as a tensor of its shape is; nothing is sent."""
+    assert isinstance(like, DTensor)
+    with torch.no_grad():
+        return distribute_tensor(
+            value.detach().to(local_part(like).device),
+            like.device_mesh,
+            like.placements,
+            src_data_rank=None,
+        )
+
+
+def laid_out_as(like: Tensor, value: Tensor) -> Tensor:
+    """A gradient in the layout of its parameter: sums that are not complete are completed.
+
+    All processes that hold parts have to call this.
+    """
+    if not (isinstance(value, DTensor) and isinstance(like, DTensor)):
+        return value
+    if value.placements == like.placements:
+        return value
+    made: Tensor = value.redistribute(placements=like.placements)
+    return made
 
 
 def local_part(value: Any) -> Any:
@@ -303,4 +350,12 @@ def local_part(value: Any) -> Any:
         return value.to_local()
 
 
-__all__ = ["ShardedWeights", "can_be_sharded", "local_part", "whole_tensor"]
+__all__ = [
+    "ShardedWeights",
+    "can_be_sharded",
+    "joined",
+    "laid_out_as",
+    "local_part",
+    "own_part",
+    "whole_tensor",
+]

@@ -196,20 +196,32 @@ def broadcast_read(ranks: Ranks, value: T | None, instead: Callable[[Exception],
     return cast(T, value if ranks.is_first else unpack(received))
 
 
-def broadcast_everywhere(ranks: Ranks, value: T | None, source: int = 0) -> T:
-    """Gives the object of a global rank to all ranks of all copies of the pipeline."""
-    copy, place = divmod(source, ranks.num_positions)
-    if ranks.data_parallel_rank == copy:
-        value = broadcast_object(ranks, value, ranks.order.index(place))
-    return cast(T, value) if ranks.copies is None else broadcast_object(ranks.copies, value, copy)
+def broadcast_everywhere(
+    ranks: Ranks, value: T | None, source: int = 0, *, of_part: bool = False
+) -> T:
+    """Gives the object of a global rank to all ranks of all pipelines.
+
+    Args:
+        ranks: This rank.
+        value: The object, on the source; ignored elsewhere.
+        source: The global rank that has it.
+        of_part: Whether it differs between those that share the tensors of a stage; each is then
+            given that of its own part.
+    """
+    lines = [line for line in (ranks, *ranks.others) if not of_part or line is not ranks.tensor]
+    for number, line in enumerate(lines):
+        # its own line first, then what is across of each in it
+        if all(other.position == other.position_of(source) for other in lines[number + 1 :]):
+            value = broadcast_object(line, value, line.position_of(source))
+    return cast(T, value)
 
 
 def gather_everywhere(ranks: Ranks, value: T) -> list[T]:
-    """Collects the objects of all ranks of all copies, those of a copy together by position."""
+    """Collects the objects of all ranks of all pipelines, those of one together by position."""
     found = gather_objects(ranks, value) or []
-    if ranks.copies is None:
-        return found
-    return [one for part in gather_objects(ranks.copies, found) or [] for one in part]
+    for others in ranks.others:
+        found = [one for part in gather_objects(others, found) or [] for one in part]
+    return found
 
 
 @talks

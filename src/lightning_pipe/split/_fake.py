@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lightning_pipe.errors import CutError
+from lightning_pipe.split.parted import is_parted, part_of, parted_like
 from lightning_pipe.split.rng import is_draw
 from lightning_pipe.split.schemas import mutated_arguments
 from lightning_pipe.split.tree import tensors
@@ -68,6 +69,7 @@ class DispatchMode(TorchDispatchMode):
 def storage_key(tensor: Tensor) -> int:
     """Identify the storage of ``tensor``: aliases have the same key, as long as one of them
     lives."""
+    tensor = part_of(tensor)
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
@@ -178,12 +180,12 @@ GHOSTS = GhostMode()
 
 def is_fake(value: Any) -> bool:
     """Tell whether ``value`` is a tensor without data."""
-    return isinstance(value, FakeTensor)
+    return isinstance(part_of(value), FakeTensor)
 
 
 def is_foreign(value: Any) -> bool:
     """Tell whether ``value`` lacks data, or lost a write of a value that lacked data."""
-    if isinstance(value, FakeTensor):
+    if is_fake(value):
         return True
     return (
         bool(GHOSTS.tainted) and isinstance(value, Tensor) and storage_key(value) in GHOSTS.tainted
@@ -199,8 +201,11 @@ def taint(wrong: Iterable[Tensor]) -> None:
 def as_fake(tensor: Tensor) -> Tensor:
     """Return a fake of the same shape, dtype, device and ``requires_grad``; fakes are returned as
     they are."""
-    if isinstance(tensor, FakeTensor):
+    if is_fake(tensor):
         return tensor
+    if is_parted(tensor):
+        part = as_fake(part_of(tensor.detach()))
+        return parted_like(tensor, part).requires_grad_(tensor.requires_grad)
     if tensor.layout is torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
         made = empty_fake(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         return made.requires_grad_(tensor.requires_grad)  # its data is away

@@ -19,6 +19,7 @@ from lightning_pipe.split._fake import (
 )
 from lightning_pipe.split.copies import copied_names, find_copies
 from lightning_pipe.split.cut import StepCut
+from lightning_pipe.split.parted import is_parted, part_of, set_part
 from lightning_pipe.split.stand_ins import ForeignParameter, put_parameter
 
 
@@ -96,6 +97,9 @@ class Ownership:
             if name in self._originals:
                 continue
             original = self.root.get_parameter(name)
+            if is_parted(original):
+                self._empty(name, original, device)
+                continue
             data = original.detach()
             kind = type(original)
             fake = as_fake(data)
@@ -111,6 +115,18 @@ class Ownership:
             GHOSTS.names[storage_key(fake)] = name
             self._put(name, self._fakes[name])
 
+    def _empty(self, name: str, original: nn.Parameter, device: torch.device | None) -> None:
+        """Gives a parameter of which several processes hold parts a part without data."""
+        part = part_of(original)
+        fake = as_fake(part.detach())
+        if device is not None and fake.device != device:
+            fake = empty_fake(tuple(part.shape), tuple(part.stride()), part.dtype, device)
+        self._originals[name] = self._fakes[name] = original
+        self._classes[name] = type(original)
+        original.grad = None
+        set_part(original, fake)
+        GHOSTS.names[storage_key(fake)] = name
+
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Fill foreign parameters with ``values`` (first name to tensor) and put them back.
 
@@ -120,6 +136,10 @@ class Ownership:
             original = self._originals.pop(name)
             fake = self._fakes.pop(name)
             GHOSTS.names.pop(storage_key(fake), None)
+            if is_parted(original):
+                set_part(original, values[name])
+                del self._classes[name]
+                continue
             original.__class__ = self._classes.pop(name)
             vars(original).pop("stand_in", None)
             original.data = values[name]

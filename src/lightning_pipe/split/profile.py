@@ -15,6 +15,7 @@ from lightning_pipe.planning.profile import Profile, UnitProfile, Weight
 from lightning_pipe.split._fake import GHOSTS, as_fake, inside_step
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.ownership import parameters_of_stages
+from lightning_pipe.split.parted import held_numbers
 from lightning_pipe.split.trace import Trace, UnitCall
 from lightning_pipe.split.tree import tensors
 
@@ -37,8 +38,8 @@ def profile_of(
     weights = {
         name: Weight(
             parameter.numel(),
-            parameter.numel() * parameter.element_size(),
-            parameter.numel() * parameter.element_size() if parameter.requires_grad else 0,
+            held_numbers(parameter) * parameter.element_size(),
+            held_numbers(parameter) * parameter.element_size() if parameter.requires_grad else 0,
             state.get(name, 0) if parameter.requires_grad else 0,
         )
         for name, parameter in root.named_parameters()
@@ -131,7 +132,7 @@ def _state_bytes(optimizer: Optimizer, group: Mapping[str, object], parameter: T
             fake = nn.Parameter(torch.empty_like(as_fake(parameter.detach())))
             fake.grad = torch.empty_like(fake)
             state = _after_a_step(optimizer, group, fake)
-            return sum(t.numel() * t.element_size() for t in state)
+            return sum(held_numbers(t) * t.element_size() for t in state)
     except Exception:  # its code needs values, or a device that is not here
         shape = [min(size, _SAMPLE + place) for place, size in enumerate(parameter.shape)]
         real = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
@@ -139,7 +140,7 @@ def _state_bytes(optimizer: Optimizer, group: Mapping[str, object], parameter: T
     try:
         state = _after_a_step(optimizer, group, real)
     except Exception:  # its step needs a closure, or more than one parameter: taken for Adam's
-        return 2 * parameter.numel() * parameter.element_size()
+        return 2 * held_numbers(parameter) * parameter.element_size()
     return sum(_full_bytes(t, real, parameter) for t in state)
 
 

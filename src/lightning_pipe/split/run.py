@@ -19,6 +19,7 @@ from lightning_pipe.split._fake import (
 from lightning_pipe.split.ends import Skipped, StageExit, StepResult
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
+from lightning_pipe.split.parted import is_parted
 from lightning_pipe.split.patching import (
     Wrapper,
     attributes,
@@ -71,7 +72,8 @@ class MicrobatchRun:
         self._given = dict(zip(program.input_keys, received, strict=True))
         self._versions = {k: t._version for k, t in self._given.items()}
         self.received = {
-            k: t.clone() if k in self.trace.written else t for k, t in self._given.items()
+            k: t.clone() if k in self.trace.written else t
+            for k, t in ((k, self._laid_out(k, t)) for k, t in self._given.items())
         }
         self._record = record
         keys = (*program.output_keys, *record)
@@ -84,6 +86,11 @@ class MicrobatchRun:
             owns=lambda call: stages[call] == program.stage,
             replay=self._replay,
         )
+
+    def _laid_out(self, key: ValueKey, part: Tensor) -> Tensor:
+        """A received value as the step knows it: only parts travel."""
+        layout = self.trace.meta(key).layout
+        return part if layout is None else layout.whole(part)
 
     @property
     def recomputes(self) -> bool:
@@ -214,6 +221,8 @@ class MicrobatchRun:
                     + ("never made it" if value is None else "has no data for it")
                     + ": the step went another way than when it was traced."
                 )
+            if is_parted(value):
+                value = self._part_to_send(key, value)
             if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
                 raise StageMismatchError(
                     f"stage {program.stage} should send {spec.name} as {spec.dtype} {spec.shape}, "
@@ -227,6 +236,15 @@ class MicrobatchRun:
                 )
             outputs.append(value)
         return tuple(outputs)
+
+    def _part_to_send(self, key: ValueKey, value: Tensor) -> Tensor:
+        layout = self.trace.meta(key).layout
+        if layout is None:
+            raise StageMismatchError(
+                f"stage {self.program.stage} should send {self.trace.name(key)} as an ordinary "
+                "tensor, as it was when the step was traced, and it is a DTensor now"
+            )
+        return layout.part(value)
 
     # ------------------------------------------------------------------ one call
 

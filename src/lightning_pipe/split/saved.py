@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipe.split._fake import as_fake, is_fake, storage_key
+from lightning_pipe.split.parted import part_of
 
 
 class SavedTensors:
@@ -88,6 +89,7 @@ class KeptBytes:
 
 def _storage_bytes(tensor: Tensor) -> int:
     """A view keeps all of its storage alive."""
+    tensor = part_of(tensor)
     try:
         return int(tensor.untyped_storage().nbytes())
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage

@@ -235,6 +235,8 @@ def _floor(term: Vector, values: Vector, new: int) -> Any:
 
 
 def _derived(metas: Sequence[Meta], rules: _Rules) -> Meta | None:
+    if metas[0].layout is not None:  # how a length is divided is not known from two of them
+        return None
     shape = []
     for place in range(len(metas[0].shape)):
         size = rules.number(tuple(meta.shape[place] for meta in metas))

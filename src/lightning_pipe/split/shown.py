@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipe.split._fake import DispatchMode, TorchFunctionMode, plain_functions
+from lightning_pipe.split.parted import part_of
 from lightning_pipe.split.stored import StoredTensor
 from lightning_pipe.split.tree import tensors
 
@@ -44,6 +46,10 @@ class Operations(DispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ):
+        if any(issubclass(kind, DTensor) for kind in types):
+            # not made again: what a process has of it is little
+            self._blueprint.pin_all([part_of(t) for t in tensors((args, kwargs))])
+            return func(*args, **(kwargs or {}))
         if not all(map(_is_plain, types)):
             return NotImplemented  # what such a tensor is made of comes by itself
         return self._blueprint.operation(func, args, kwargs or {})

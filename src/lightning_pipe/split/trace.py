@@ -13,13 +13,14 @@ It knows nothing of stages: :mod:`lightning_pipe.split.cut` places the calls.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipe.split._fake import empty_fake
+from lightning_pipe.split.parted import Layout, part_of
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.streams import Drawing, Entered
 from lightning_pipe.split.tree import TreeSpec
@@ -30,17 +31,26 @@ Source = tuple[int, int] | tuple[int, int, int] | str
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Everything about a tensor but its data."""
+    """Everything about a tensor but its data.
+
+    Where processes share a stage, shape and strides are those of this process's part.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: Layout | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
-        """Describe ``tensor``."""
+        """Describe ``tensor``; where several processes share it, this one's part and the layout."""
+        layout = Layout.of(tensor)
+        if layout is not None:
+            # a sum that is not complete has the shape of the whole
+            own = cls.of(part_of(tensor))
+            return replace(own, requires_grad=tensor.requires_grad, layout=layout)
         strided = tensor.layout is torch.strided
         stride = tuple(tensor.stride()) if strided else (0,) * tensor.dim()
         return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
@@ -57,6 +67,8 @@ class Meta:
         """Make a fake tensor of this description; it says that it needs a gradient if the value
         did, and has a history, for a leaf must not be written in place."""
         made = empty_fake(self.shape, self.stride, self.dtype, self.device)
+        if self.layout is not None:
+            made = self.layout.whole(made)
         if not self.requires_grad or not torch.is_grad_enabled():
             return made
         return made.requires_grad_().clone()

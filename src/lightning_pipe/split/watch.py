@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_pipe.errors import CutError, StageMismatchError
 from lightning_pipe.split._fake import storage_key
+from lightning_pipe.split.parted import part_of
 from lightning_pipe.split.provenance import function_name
 from lightning_pipe.split.trace import Alias, Constant, Leaf, Trace, UnitCall, ValueKey
 from lightning_pipe.split.tree import flatten
@@ -68,7 +69,7 @@ def _is_as_traced(
     if isinstance(leaf, Alias):
         return True
     meta = trace.meta(key)
-    if (tuple(value.shape), value.dtype) != (meta.shape, meta.dtype):
+    if (tuple(part_of(value).shape), value.dtype) != (meta.shape, meta.dtype):
         return False
     return value.requires_grad == meta.requires_grad or (
         may_lack_gradient and not value.requires_grad

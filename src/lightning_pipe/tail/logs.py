@@ -11,6 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipe.split.microbatch import merge_values, weighted_mean
+from lightning_pipe.split.parted import as_ordinary
 from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.tail.losses import LossWeights, Weight
 
@@ -65,6 +66,7 @@ class LogTape:
         """Notes a call; takes what `LightningModule.log` takes."""
         kwargs.update(zip(_POSITIONAL, args, strict=False))
         kwargs.pop("sync_dist_group", None)  # peers are the copies of the pipeline, if any
+        value = map_tensors(as_ordinary, value)
         if isinstance(value, Metric):
             value = MetricReference(self._index_of(value))
         elif not kwargs.get("enable_graph"):

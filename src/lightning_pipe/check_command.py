@@ -106,7 +106,8 @@ def _head(facts: Facts) -> str:
     used = f"{facts.rows} of {facts.of_rows} rows" if facts.rows < facts.of_rows else "all rows"
     ran, asked = facts.precision
     bits = f"precision {ran}" + ("" if ran.startswith(asked[:2]) else f" instead of {asked}")
-    return f"batch: {facts.shown}; {used}; {bits}"
+    shared = "" if facts.sharers == 1 else f"; without tensor_parallel_size={facts.sharers}"
+    return f"batch: {facts.shown}; {used}; {bits}{shared}"
 
 
 def _report(rows: Sequence[Row]) -> list[str]:

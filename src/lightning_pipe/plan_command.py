@@ -70,14 +70,21 @@ def plan(arguments: Sequence[str]) -> Plan | None:
     found, table = _search(fit, options)
     chosen = plan_of(found)
     print("\n".join(_report(found, chosen)))
+    if fit.sharers > 1:
+        print(
+            f"tensor_parallel_size={fit.sharers}: each stage is planned as one device that "
+            f"holds and computes all of it; its {fit.sharers} processes share what "
+            "parallelize_module says"
+        )
     if table is not None and options.save_costs:
         Path(options.save_costs).write_text(table.to_json())
     if options.output:
         Path(options.output).write_text(yaml.safe_dump(chosen.to_dict(), sort_keys=False))
+        shared = f"--trainer.strategy.tensor_parallel_size {fit.sharers} "
         print(
             f"\nwritten to {options.output}: lightning-pipe fit ... --trainer.devices "
-            f"{chosen.num_ranks} --trainer.strategy lightning_pipe.PipelineStrategy "
-            f"--trainer.strategy.plan {options.output}"
+            f"{chosen.num_ranks * fit.sharers} --trainer.strategy lightning_pipe.PipelineStrategy "
+            f"{shared if fit.sharers > 1 else ''}--trainer.strategy.plan {options.output}"
         )
     return chosen
 
@@ -139,8 +146,11 @@ class _Fit:
         cli = read_config(arguments, "plan", _WithoutWeights)
         self.module: LightningModule = cli.model
         self.on_cpu = cli.asked["accelerator"] == "cpu"
-        self.devices = count_devices(cli.asked["devices"]) * int(cli.asked["num_nodes"])
         self.arguments = strategy_arguments(cli.asked["strategy"])
+        #: processes that share a stage, which is planned as if it had one device
+        self.sharers = int(self.arguments.pop("tensor_parallel_size", 1))
+        devices = count_devices(cli.asked["devices"]) * int(cli.asked["num_nodes"])
+        self.devices = max(1, devices // self.sharers)
         self._trainer = cli.trainer
         dtype = _DTYPES.get(str(cli.asked["precision"]))
         with large_as_fakes():

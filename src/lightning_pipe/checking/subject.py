@@ -74,6 +74,7 @@ class Facts:
         precision: What the check runs in, and what the config says.
         norms: Batch norms that train.
         shown: The batch, as a text.
+        sharers: Processes that are to share each stage; the check has one for it.
     """
 
     batch: Any
@@ -87,6 +88,7 @@ class Facts:
     precision: tuple[str, str]
     norms: tuple[str, ...]
     shown: str
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,8 @@ def read(asked: Asked) -> Facts:
         batch = seam.one_training_batch(trainer)
         batch = seam.ready_batch(trainer, batch, torch.device("cpu"))
     given = dict(strategy_arguments(cli.asked["strategy"]))
-    devices = count_devices(cli.asked["devices"]) * int(cli.asked["num_nodes"])
+    sharers = int(given.pop("tensor_parallel_size", 1))
+    devices = count_devices(cli.asked["devices"]) * int(cli.asked["num_nodes"]) // sharers
     wanted_ranks, copies = (
         given.pop("pipeline_parallel_size", None),
         given.pop("data_parallel_size", 1),
@@ -177,6 +180,7 @@ def read(asked: Asked) -> Facts:
         precision=("64-true" if precision in ("64", "64-true") else "32-true", precision),
         norms=tuple(name for name, norm in norms if norm.training),
         shown=shown,
+        sharers=sharers,
     )
 
 

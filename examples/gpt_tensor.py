@@ -6,14 +6,13 @@ How tensors are shared is said with torch's own words; where they are, the strat
     lightning-pipe fit --config configs/gpt.yaml --config configs/gpt_tensor.yaml
 """
 
+from examples.gpt import GPT
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-
-from examples.gpt import GPT
 
 
 class SharedGPT(GPT):
@@ -24,6 +23,8 @@ class SharedGPT(GPT):
         if self.device_mesh is None or isinstance(first, DTensor):  # one device, or a second run
             return
         mesh = self.device_mesh["tensor_parallel"]
+        if mesh.size() == 1:
+            return
         plan = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
         for block in self.blocks:
             parallelize_module(block, mesh, plan)

@@ -173,17 +173,22 @@ def _outcome(module, used):
     return {"weights": weights, "metrics": metrics, "steps": used.global_step}
 
 
+def _loader(used, batch_size):
+    """Rows in their order; `batch_size` are those of a copy."""
+    dataset, sampler = lit.tokens(_ROWS), None
+    if getattr(used.strategy, "is_distributed", False):
+        given = used.strategy.distributed_sampler_kwargs
+        sampler = DistributedSampler(dataset, **given, shuffle=False)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+
+
 def _fit(strategy, model, arguments, batch_size=8):
     module = lit.seeded(_MODELS[model])
     if model in ("_Single", "_Half"):
         module.float()
     used = lit.trainer(strategy, lit.world(), **arguments)
-    dataset, sampler = lit.tokens(_ROWS), None
-    if strategy is not None and used.strategy.is_distributed:
-        given = used.strategy.distributed_sampler_kwargs
-        sampler = DistributedSampler(dataset, **given, shuffle=False)
-    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
-    used.fit(module, loader, DataLoader(dataset, batch_size=batch_size))
+    validated = DataLoader(lit.tokens(_ROWS), batch_size=batch_size)
+    used.fit(module, _loader(used, batch_size), validated)
     return _outcome(module, used)
 
 
@@ -257,8 +262,16 @@ def test_all_three_axes_in_any_order_train_as_one_device():
 _SHARED = {"tensor_parallel_size": 2, "num_microbatches": 2}
 
 
+class _Guarded(_Tied):
+    """Shares nothing where there is nobody to share with."""
+
+    def configure_model(self):
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 1:
+            super().configure_model()
+
+
 def _go_on(strategy, folder, max_steps, path=None):
-    module = lit.seeded(_Tied)
+    module = lit.seeded(_Guarded if (strategy or {}).get("data_parallel_sharding") else _Tied)
     save = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3)
     used = lit.trainer(
         strategy,
@@ -268,7 +281,8 @@ def _go_on(strategy, folder, max_steps, path=None):
         enable_checkpointing=True,
         callbacks=[save],
     )
-    used.fit(module, DataLoader(lit.tokens(_ROWS), batch_size=8), ckpt_path=path)
+    copies = (strategy or {}).get("data_parallel_size", 1)
+    used.fit(module, _loader(used, 8 // copies), ckpt_path=path)
     return _outcome(module, used)
 
 
@@ -306,6 +320,17 @@ def test_a_sharded_checkpoint_goes_from_shared_tensors_to_any_layout_and_back(tm
     _assert_same_file(one, tmp_path / "one.ckpt")
     lit.assert_equal(run_ranks(2, _go_on, {}, str(tmp_path / "a"), 6, str(folder)), expected)
     lit.assert_equal(run_ranks(4, _go_on, _SHARED, str(tmp_path / "b"), 6, str(folder)), expected)
+
+
+def test_checkpoints_go_between_shared_tensors_and_sharded_copies(tmp_path, whole):
+    expected, _ = whole
+    copies = {"data_parallel_size": 2, "num_microbatches": 2, "data_parallel_sharding": True}
+    stored = {"save_distributed_checkpoint": True}
+    for first, second in ((_SHARED, copies), (copies, _SHARED)):
+        folder = tmp_path / f"{len(first)}"
+        run_ranks(4, _go_on, {**first, **stored}, str(folder), 3)
+        path = str(folder / "step=3.ckpt")
+        lit.assert_equal(run_ranks(4, _go_on, second, str(folder / "b"), 6, path), expected)
 
 
 # ---------------------------------------------------------------------- hooks

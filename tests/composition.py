@@ -47,7 +47,7 @@ class Combination:
         model: Name of a model there.
         strategy: Arguments of the strategy, beside the sizes.
         trainer: Arguments of the Trainer.
-        tolerance: How far from one device it may be.
+        tolerance: How far from one device it may be, as a part of what training changes.
     """
 
     features: frozenset[str]
@@ -57,23 +57,50 @@ class Combination:
     tolerance: float = 1e-9
 
 
-_COMMON = {"copies", "chunks", "split", "accumulation", "clipping"}
+_COMMON = {"copies", "chunks", "split", "accumulation", "clipping", "again", "stored"}
 _STRATEGY = {
     "schedule": "zbv",
     "virtual_stages": 2,
     "num_microbatches": 4,
+    "activation_checkpointing": "all",
+    "save_distributed_checkpoint": True,
 }
-_TRAINER = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}
+_TRAINER = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+
+
+def _tied(precision: str, *more: str, tolerance: float = 1e-9) -> Combination:
+    return Combination(
+        frozenset({*_COMMON, "tied", "weighted", *more}),
+        "tied",
+        {**_STRATEGY, "compile": {"backend": "aot_eager"}} if "compile" in more else _STRATEGY,
+        {**_TRAINER, "precision": precision},
+        tolerance,
+    )
+
+
+def _norms(precision: str, *more: str, tolerance: float = 1e-9) -> Combination:
+    given = _tied(precision, *more)
+    return Combination(
+        given.features - {"tied", "weighted"} | {"deferred", "synced"},
+        "norms",
+        {**given.strategy, "batchnorm": "deferred"},
+        {**given.trainer, "sync_batchnorm": True},
+        tolerance,
+    )
+
 
 #: each trains two steps on 2 ranks x 2 copies
 COMBINATIONS: dict[str, Combination] = {
-    "64-true": Combination(frozenset({*_COMMON, "tied", "weighted"}), "tied", _STRATEGY, _TRAINER),
-    "batch norms": Combination(
-        frozenset({*_COMMON, "deferred", "synced"}),
-        "norms",
-        {**_STRATEGY, "batchnorm": "deferred"},
-        {**_TRAINER, "sync_batchnorm": True},
-    ),
+    "64-true": _tied("64-true"),
+    "64-true, compiled": _tied("64-true", "compile"),
+    "bf16-mixed": _tied("bf16-mixed", "compile", "bf16-mixed", tolerance=5e-3),
+    "16-mixed": _tied("16-mixed", "compile", "16-mixed", tolerance=1e-3),
+    "bf16-true": _tied("bf16-true", "compile", "half", tolerance=2e-2),
+    "batch norms": _norms("64-true"),
+    "batch norms, compiled": _norms("64-true", "compile"),
+    "batch norms, bf16-mixed": _norms("bf16-mixed", "compile", "bf16-mixed", tolerance=1e-2),
+    "batch norms, 16-mixed": _norms("16-mixed", "compile", "16-mixed", tolerance=1e-3),
+    "batch norms, 16-true": _norms("16-true", "compile", "half", tolerance=5e-3),
 }
 
 #: tests of other files, and what they run together; a pair is shown by the first place it is in

@@ -98,21 +98,39 @@ class LitMean(LitNoisy):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def _noisy() -> list[dict[str, Any]]:
-    given: dict[str, Any] = {"num_microbatches": 4, "compile": _AOT}
-    return [
-        _train({**given, **more}, LitMean)
-        for more in (
-            {"compile": False},
-            {},
-            {"schedule": "gpipe", "activation_checkpointing": "all"},
-            {"schedule": "interleaved_1f1b", "virtual_stages": 2},
-        )
-    ]
+class LitShort(LitMean):
+    """Over four stages, its norms are units."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+
+
+_MORE: list[dict[str, Any]] = [
+    {},
+    {"schedule": "gpipe", "activation_checkpointing": "all"},
+    {"schedule": "interleaved_1f1b", "virtual_stages": 2},
+]
+
+
+def _noisy(cls: Any, **given: Any) -> list[dict[str, Any]]:
+    torch._dynamo.reset()
+    given["num_microbatches"] = 4
+    compiled = [{**given, "compile": _AOT, **more} for more in _MORE]
+    return [_train(strategy, cls) for strategy in (given, *compiled)]
 
 
 def test_dropout_and_running_statistics_are_those_of_units_that_are_not_compiled() -> None:
-    for first, *others in run_ranks(2, _noisy):
+    for first, *others in run_ranks(2, _noisy, LitMean):
+        for other in others:
+            lit.assert_equal([other], first, 1e-5)
+
+
+def _deferred() -> list[dict[str, Any]]:
+    return _noisy(LitShort, batchnorm="deferred")
+
+
+def test_deferred_statistics_are_those_of_units_that_are_not_compiled() -> None:
+    for first, *others in run_ranks(2, _deferred):
         for other in others:
             lit.assert_equal([other], first, 1e-5)
 

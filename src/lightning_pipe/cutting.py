@@ -97,7 +97,7 @@ class PipelineCuts:
         self.blueprint: Blueprint | None = None
         self.conditions = Conditions(module, ranks)
         self._context = context
-        compiled = CompiledUnits(layout.compile)
+        compiled = CompiledUnits(layout.compile, deferred=layout.batchnorm == "deferred")
         self._cuts = Cuts(module, ranks.position, device.type, compiled)
         self._reduction = reduction or Reduction()
         self._ways = Ways()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.split.batchnorm import batch_norms
 from lightning_pipe.split.patching import ENTRIES, Replacement
 from lightning_pipe.split.units import is_metric
 
@@ -70,10 +72,13 @@ class CompiledUnits:
 
     Args:
         options: For `torch.compile`; None compiles nothing.
+        deferred: Whether something notes what batch norms are given: it takes the place of their
+            forwards while a step runs, so that compiled code has to call what is there.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None, *, deferred: bool = False) -> None:
         self._options = options
+        self._deferred = deferred
         self._forwards: dict[Any, Callable[..., Any]] = {}
 
     def replacements(
@@ -89,11 +94,15 @@ class CompiledUnits:
         if self._options is None:
             return []
         found: list[Replacement] = []
+        noted = {name for name, _ in batch_norms(root)} if self._deferred else set()
         for name in units:
             module = root.get_submodule(name)
             if not name or is_metric(module) or isinstance(module, torch.jit.ScriptModule):
                 continue
-            inside = tuple(root.get_submodule(n) for n in drawing if n.startswith(f"{name}."))
+            if name in noted:
+                continue
+            parts = sorted(n for n in {*drawing, *noted} if n.startswith(f"{name}."))
+            inside = tuple(root.get_submodule(part) for part in parts)
             if (module, inside) not in self._forwards:
                 self._forwards[module, inside] = self._compiled(module, inside, len(units))
             found.append((module, "forward", self._forwards[module, inside]))
@@ -106,7 +115,7 @@ class CompiledUnits:
         if "recompile_limit" in _ARGUMENTS:  # equal code has one cache, and may depend on a number
             options.setdefault("recompile_limit", 8 + num_units)
         compiled: Any = torch.compile(module.forward, **options)
-        parts = [_Drawing(part) for part in inside]
+        parts = [_Uncompiled(part) for part in inside]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
@@ -117,30 +126,31 @@ class CompiledUnits:
         return forward
 
 
-class _Drawing:
-    """A module in a compiled unit that has a random stream of its own: compiled code calls it, so
-    that it draws what it draws anywhere. What it calls is always the same function, or a guard of
-    the compiled code would fail.
+class _Uncompiled:
+    """A module in a compiled unit whose forward is another one while a step runs: one with a random
+    stream of its own, or a batch norm that is noted. Compiled code calls it, so that it does what
+    it does anywhere. What is called is always the same function, or a guard of the compiled code
+    would fail.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._space = vars(module)
-        self._plain = module.forward
-        self._stream: Callable[..., Any] = module.forward
+        self._plain = MethodType(type(module).forward, module)
+        self._now: Callable[..., Any] = self._plain
         self._call = torch.compiler.disable(self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stream(*args, **kwargs)
+        return self._now(*args, **kwargs)
 
     @contextmanager
     def called(self) -> Iterator[None]:
         """While its unit runs."""
         now = {entry: self._space.pop(entry) for entry in ENTRIES if entry in self._space}
-        before, self._stream = self._stream, now.get("forward", self._plain)
+        before, self._now = self._now, now.get("forward", self._plain)
         self._space["forward"] = self._call
         try:
             yield
         finally:
-            self._stream = before
+            self._now = before
             del self._space["forward"]
             self._space.update(now)

@@ -65,7 +65,7 @@ class _Tied(_Lit):
 
     def __init__(self, *, alone: bool) -> None:
         super().__init__(alone=alone)
-        self.net = lit.TiedLM(width=8, depth=3)
+        self.net = lit.TiedLM(width=8, depth=2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, total = batch

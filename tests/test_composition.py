@@ -6,11 +6,11 @@ rounds what the stages round, so that half precision is compared by no more than
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -157,8 +157,9 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 
-def _train(given: Combination, folder: str) -> Any:
+def _train(name: str, folder: str) -> Any:
     """Trains over stages and copies; each step in a Trainer of its own if it is stored between."""
+    given = COMBINATIONS[name]
     _, dataset, _ = MODELS[given.model]
     number = torch.distributed.get_rank() // 2
     order = torch.arange(ROWS).view(-1, PIECES, COPIES, SIZE)[:, :, number].flatten()
@@ -194,26 +195,9 @@ def _train_one(given: Combination, *, lacks: bool = False) -> Any:
     return {**found, "begin": begin}
 
 
-def _references() -> dict[str, Any]:
-    return {
-        name: (_train_one(given), _train_one(given, lacks=True))
-        for name, given in COMBINATIONS.items()
-    }
-
-
-def _combined(folder: str) -> dict[str, Any]:
-    return {name: _train(given, f"{folder}/{name}") for name, given in COMBINATIONS.items()}
-
-
-@functools.cache
-def _results(folder: str) -> Any:
-    """All combinations, one after the other in the same processes."""
-    return run_ranks(1, _references)[0], run_ranks(4, _combined, folder)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return _results(str(tmp_path_factory.mktemp("composition")))
+def _references(name: str) -> Any:
+    given = COMBINATIONS[name]
+    return _train_one(given), _train_one(given, lacks=True)
 
 
 def _distances(got: Any, expected: Any) -> dict[str, tuple[float, float]]:
@@ -238,10 +222,11 @@ def _error(got: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_features_run_together_as_one_device(name: str, results: Any) -> None:
-    (expected, lacking), tolerance = results[0][name], COMBINATIONS[name].tolerance
+def test_features_run_together_as_one_device(name: str, tmp_path: Path) -> None:
+    tolerance = COMBINATIONS[name].tolerance
+    expected, lacking = run_ranks(1, _references, name)[0]
     assert _error(lacking, expected) > 2 * tolerance, "one micro-batch of all would not be missed"
-    for got in (rank[name] for rank in results[1]):
+    for got in run_ranks(4, _train, name, str(tmp_path)):
         assert got["state"].keys() == expected["state"].keys()
         assert got["norms"] == pytest.approx(expected["norms"], rel=tolerance)
         assert got["scale"] == expected["scale"]

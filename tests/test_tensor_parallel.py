@@ -29,6 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_pipe import ConfigError, PipelineStrategy
 from lightning_pipe.cli import consolidate
+from lightning_pipe.errors import GuardError
 from lightning_pipe.replicas import sizes_of
 from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
@@ -423,6 +424,28 @@ def test_tensors_that_other_processes_share_are_refused():
     for told in run_ranks(2, _refused, _Elsewhere):
         assert "net.blocks.0.q.weight" in told
         assert 'self.device_mesh["tensor_parallel"]' in told
+
+
+class _Alone(_Columns):
+    """One process writes to a weight that all processes of its stage have."""
+
+    def on_fit_start(self):
+        if self.global_rank == 0:
+            with torch.no_grad():
+                self.net.norm.weight.data.add_(1.0)
+
+
+def _guarded():
+    module = lit.seeded(_Alone)
+    used = lit.trainer({**_SHARED, "pipeline_parallel_size": 1}, lit.world())
+    with pytest.raises(GuardError) as caught:
+        used.fit(module, _loader(used, 8))
+    return str(caught.value)
+
+
+def test_a_weight_that_one_process_of_a_stage_has_changed_is_an_error():
+    for told in run_ranks(2, _guarded):
+        assert "the weight net.norm.weight is no longer the same in all tensor ranks" in told
 
 
 def test_processes_that_share_nothing_are_told():

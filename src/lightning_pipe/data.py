@@ -206,8 +206,9 @@ class _SharedIterator(Iterator[Any]):
         with at(self._ranks, "reads a batch"):
             for ranks in _to_give(self._ranks):
                 read = broadcast_read(ranks, read, partial(_unpicklable, read))
-        # copies of the pipeline are not at the same batch of an evaluation
-        if self._ranks.talk.obey is not None and self._ranks.copies is None:
+        # copies of the pipeline are not at the same batch of an evaluation, and those who share a
+        # stage have not heard of it yet
+        if self._ranks.talk.obey is not None and not self._ranks.others:
             self._ranks.talk.obey(False)
         if self._seen is not None:
             self._seen.extend(read.rows)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipe.runtime._torch import SharedScaler
@@ -25,6 +24,7 @@ from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.reduce import gather_values
 from lightning_pipe.runtime.shards import laid_out_as, local_part
+from lightning_pipe.split.parted import is_divided
 
 #: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
 _own_norm = torch.nn.utils.get_total_norm
@@ -192,8 +192,8 @@ def norm_of_parts(
         sharers: The processes that hold the other parts.
         own_norm: torch's function for it.
     """
-    whole = [local_part(gradient) for gradient in gradients if not _is_divided(gradient)]
-    parts = [gradient for gradient in gradients if _is_divided(gradient)]
+    whole = [local_part(gradient) for gradient in gradients if not is_divided(gradient)]
+    parts = [gradient for gradient in gradients if is_divided(gradient)]
     norm = own_norm(whole, norm_type) if whole or not parts else None
     if not parts:
         assert norm is not None
@@ -205,13 +205,6 @@ def norm_of_parts(
     norms = torch.stack([*all_parts, *([] if norm is None else [norm.to(of_parts)])])
     joined: Tensor = torch.linalg.vector_norm(norms.double(), norm_type)
     return joined.to(of_parts)
-
-
-def _is_divided(gradient: Tensor) -> bool:
-    """Whether this process has only a part of it."""
-    if not isinstance(gradient, DTensor) or gradient.device_mesh.size() == 1:
-        return False
-    return not all(placement.is_replicate() for placement in gradient.placements)
 
 
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:

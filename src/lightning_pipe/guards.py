@@ -12,7 +12,7 @@ What ranks have to agree on goes with messages that a step sends anyway.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.errors import GuardError
-from lightning_pipe.runtime import share
+from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import items
+from lightning_pipe.split.parted import is_divided
 from lightning_pipe.split.spec import ValueSpec
 
 _FIRST_STEPS = 3  # of each kind, whose batches are compared
@@ -182,30 +183,33 @@ class Guards:
             return None
         return _checksums(parameters)
 
-    def compare_copies(
-        self, told: Callable[[str, Any], list[Any]], parameters: Mapping[str, Tensor]
-    ) -> None:
-        """Compares weights over the copies of the pipeline, every so many steps.
+    def compare_replicas(self, parameters: Mapping[str, Tensor]) -> None:
+        """Compares weights over the other pipelines that hold them, every so many steps.
 
         Args:
-            told: Gives what all copies say at a place.
-            parameters: Those of this position.
+            parameters: Those of this position that each copy holds whole.
 
         Raises:
-            GuardError: They differ; on all copies.
+            GuardError: They differ; on all.
         """
         self._num_averaged += 1
-        if (self._num_averaged - 1) % _EVERY_STEPS or self._ranks.copies is None:
+        if (self._num_averaged - 1) % _EVERY_STEPS:
             return
-        sums = told("compares weights", _checksums(parameters))
-        for name in parameters:
-            if len({of_copy[name] for of_copy in sums}) > 1:
-                raise GuardError(
-                    f"the weight {name} is no longer the same in all copies of the pipeline: its "
-                    f"checksums by copy are {[of_copy[name] for of_copy in sums]}. Something "
-                    "writes to it in one copy alone: take a condition on the rank "
-                    "(`is_global_zero`, `global_rank == 0`) away from what changes weights"
-                )
+        for others in self._ranks.others:
+            among_copies = others is self._ranks.copies
+            same = {n: p for n, p in parameters.items() if among_copies or not is_divided(p)}
+            with meeting.at(others, "compares weights"):
+                sums = share.gather_objects(others, _checksums(same)) or []
+            for name in same:
+                if len({told[name] for told in sums}) > 1:
+                    called = meeting.PLURAL[others.called]
+                    raise GuardError(
+                        f"the weight {name} is no longer the same in all {called} of the pipeline: "
+                        f"its checksums by {others.called} are {[told[name] for told in sums]}. "
+                        f"Something writes to it in one {others.called} alone: take a condition on "
+                        "the rank (`is_global_zero`, `global_rank == 0`) away from what changes "
+                        "weights"
+                    )
 
     def _bad_weights(self) -> list[str]:
         return [

@@ -402,7 +402,7 @@ class Pipeline(PipelineCuts):
             share_parts(self.weights, self._replicated, self.ranks)
         whole, shared = self._averaged
         self.copies.average(whole, shared)
-        self._guards.compare_copies(self.copies.told, whole)
+        self._guards.compare_replicas(whole)
 
     @cached_property
     def _averaged(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[int, ...]]]:

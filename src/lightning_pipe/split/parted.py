@@ -20,6 +20,13 @@ def is_parted(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
+def is_divided(value: Any) -> bool:
+    """Whether this process has only a part of a tensor."""
+    if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
+        return False
+    return not all(placement.is_replicate() for placement in value.placements)
+
+
 def part_of(value: Any) -> Any:
     """What this process holds of a tensor: the very object; anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
@@ -114,6 +121,7 @@ __all__ = [
     "Layout",
     "as_ordinary",
     "held_numbers",
+    "is_divided",
     "is_parted",
     "part_of",
     "parted_like",

@@ -134,6 +134,19 @@ class _Sequence(_Columns):
         return ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
 
 
+class _Frozen(_Columns):
+    """Layers that are shared by themselves, and give ordinary tensors to the next stage."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.net.embed.weight.requires_grad_(False)
+
+    def parallelize_ends(self, mesh):
+        embed = RowwiseParallel(input_layouts=Replicate())
+        head = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(self.net, mesh, {"embed": embed, "head": head})
+
+
 class _Tied(_Sequence):
     """Its head is its embedding, on the other stage."""
 
@@ -160,7 +173,7 @@ class _Losses(_Sequence):
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-_MODELS = {c.__name__: c for c in (_Columns, _Single, _Sequence, _Tied, _Losses)}
+_MODELS = {c.__name__: c for c in (_Columns, _Single, _Sequence, _Frozen, _Tied, _Losses)}
 _ROWS = 24
 
 
@@ -215,6 +228,7 @@ _CASES = {
         "_Sequence",
         {},
     ),
+    "frozen": ({"num_microbatches": 2}, "_Frozen", {"gradient_clip_val": 0.05}),
     "tied": ({"num_microbatches": 2}, "_Tied", {"gradient_clip_val": 0.05}),
     "losses of parts": ({"num_microbatches": 2}, "_Losses", {"gradient_clip_val": 0.05}),
     "fp32": ({"num_microbatches": 2}, "_Single", {"precision": "32-true"}),

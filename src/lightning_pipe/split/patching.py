@@ -177,6 +177,8 @@ def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> No
     """Run the forward hooks of a call that another stage makes, for what they collect; the value
     that is sent went through them."""
     for identity, hook in list(module._forward_hooks.items()):
+        if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+            continue  # they lay values out, and collect nothing
         if identity in module._forward_hooks_with_kwargs:
             hook(module, args, kwargs, out)
         else:

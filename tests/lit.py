@@ -17,6 +17,7 @@ from tests import helpers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_pipe import PipelineStrategy
 
@@ -148,6 +149,14 @@ def trainer(strategy: dict[str, Any] | None, devices: int, **arguments: Any) -> 
         "precision": "64-true",
     }
     return pl.Trainer(**{**defaults, **arguments})
+
+
+def loader_for(used: pl.Trainer, dataset: Dataset, batch_size: int) -> DataLoader:
+    """Rows in their order, those of this copy; Lightning's own sampler of training shuffles."""
+    if not getattr(used.strategy, "is_distributed", False):
+        return DataLoader(dataset, batch_size=batch_size)
+    sampler = DistributedSampler(dataset, **used.strategy.distributed_sampler_kwargs, shuffle=False)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
 
 
 def fit_and_keep(

@@ -107,8 +107,7 @@ def _fit(strategy, model, batch_size, **arguments):
     if cls is _Single:
         module.float()
     used = lit.trainer(strategy, lit.world(), **arguments)
-    num_ranks = None if strategy is None else strategy["pipeline_parallel_size"]
-    loader = _loader(dataset(ROWS), batch_size, num_ranks)
+    loader = lit.loader_for(used, dataset(ROWS), batch_size)
     used.fit(module, loader, DataLoader(dataset(ROWS), batch_size=batch_size))
     return lit.outcome(module, used)
 

@@ -80,6 +80,7 @@ ORDER = list(LAYERS)
 
 # The only files that may use underscored names of another package, and of which.
 SEAMS = {
+    "runtime/_dtensor.py": {"torch"},
     "runtime/_torch.py": {"torch"},
     "split/_fake.py": {"torch"},
     "split/parted.py": {"torch"},

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipe import ConfigError, PipelineStrategy
 from lightning_pipe.cli import consolidate
-from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
+from lightning_pipe.split.parted import part_of
 
 _CASES = {
     **data_parallel._CASES,
@@ -124,7 +124,7 @@ class _Optimizers(_Synced):
         state = [s for s in self.trainer.optimizers[0].state.values() if s]
         found = [t for entry in state for t in entry.values() if t.ndim]
         self.shares = [
-            sum(local_part(t).nbytes for t in part) / (n * sum(p.nbytes for p in parameters))
+            sum(part_of(t).nbytes for t in part) / (n * sum(p.nbytes for p in parameters))
             for part, n in ((held, 1), (found, 2))
         ]
 

@@ -25,14 +25,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_pipe import ConfigError, PipelineStrategy
 from lightning_pipe.cli import consolidate
-from lightning_pipe.errors import GuardError
+from lightning_pipe.errors import CutError, GuardError
 from lightning_pipe.replicas import sizes_of
-from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
+from lightning_pipe.split.parted import part_of
 
 _VOCABULARY = 12
 
@@ -187,22 +186,13 @@ def _outcome(module, used):
     return {"weights": weights, "metrics": metrics, "steps": used.global_step}
 
 
-def _loader(used, batch_size):
-    """Rows in their order; `batch_size` are those of a copy."""
-    dataset, sampler = lit.tokens(_ROWS), None
-    if getattr(used.strategy, "is_distributed", False):
-        given = used.strategy.distributed_sampler_kwargs
-        sampler = DistributedSampler(dataset, **given, shuffle=False)
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
-
-
 def _fit(strategy, model, arguments, batch_size=8):
     module = lit.seeded(_MODELS[model])
     if model in ("_Single", "_Half"):
         module.float()
     used = lit.trainer(strategy, lit.world(), **arguments)
     validated = DataLoader(lit.tokens(_ROWS), batch_size=batch_size)
-    used.fit(module, _loader(used, batch_size), validated)
+    used.fit(module, lit.loader_for(used, lit.tokens(_ROWS), batch_size), validated)
     return _outcome(module, used)
 
 
@@ -297,7 +287,7 @@ def _go_on(strategy, folder, max_steps, path=None):
         callbacks=[save],
     )
     copies = (strategy or {}).get("data_parallel_size", 1)
-    used.fit(module, _loader(used, 8 // copies), ckpt_path=path)
+    used.fit(module, lit.loader_for(used, lit.tokens(_ROWS), 8 // copies), ckpt_path=path)
     return _outcome(module, used)
 
 
@@ -378,7 +368,7 @@ def _shares(names):
 
     def note(module):
         own = [p for p in module.parameters() if not is_fake(p)]
-        held.append(sum(local_part(p).nbytes for p in own))
+        held.append(sum(part_of(p).nbytes for p in own))
 
     _Looks.on_train_end = note
     return _parallel(names), held[0]
@@ -392,6 +382,22 @@ def test_hooks_see_whole_weights_and_a_process_holds_its_share():
         assert held < 0.3 * num_bytes
     for result in run_ranks(2, _parallel, ["hooks"], 8, {"tensor_parallel_size": 1}):
         lit.assert_equal([result["hooks"]], expected)
+
+
+def _lengths(strategy):
+    """Trains on batches of several lengths."""
+    module = lit.seeded(_Sequence)
+    used = lit.trainer(strategy, lit.world())
+    (tokens,) = lit.tokens(_ROWS).tensors
+    lengths = (9, 5, 7, 5, 3)
+    batches = [[tokens[place : place + 8, :length]] for place, length in enumerate(lengths)]
+    used.fit(module, DataLoader(batches, batch_size=None))
+    return _outcome(module, used)
+
+
+def test_sequences_of_several_lengths_are_divided_alike():
+    expected = run_ranks(1, _lengths, None)[0]
+    lit.assert_equal(run_ranks(4, _lengths, _SHARED), expected)
 
 
 # ---------------------------------------------------------------------- what cannot be
@@ -440,6 +446,42 @@ def test_tensors_that_other_processes_share_are_refused():
         assert 'self.device_mesh["tensor_parallel"]' in told
 
 
+class _Seeded(_Columns):
+    """Each process makes other weights."""
+
+    def configure_model(self):
+        torch.manual_seed(self.global_rank)
+        self.net = self.make_net(8, 4)
+        super().configure_model()
+
+
+def _seeded():
+    used = lit.trainer(_SHARED, lit.world())
+    with pytest.raises(CutError) as caught:
+        used.fit(lit.seeded(_Seeded), DataLoader(lit.tokens(8), batch_size=8))
+    return str(caught.value)
+
+
+def test_weights_that_differ_between_processes_of_a_stage_are_refused():
+    for told in run_ranks(4, _seeded):
+        assert "configure_model builds other weights on one rank than on another" in told
+
+
+def _mixed():
+    module = lit.seeded(_Columns)
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), foreach=True)
+    used = lit.trainer({**_SHARED, "pipeline_parallel_size": 1}, lit.world())
+    with pytest.raises(ConfigError) as caught:
+        used.fit(module, DataLoader(lit.tokens(8), batch_size=8))
+    return str(caught.value)
+
+
+def test_an_optimizer_that_mixes_shared_and_ordinary_weights_is_told_what_to_do():
+    for told in run_ranks(2, _mixed):
+        assert "AdamW cannot step where each process of a stage holds a part" in told
+        assert "foreach=False" in told
+
+
 class _Alone(_Columns):
     """One process writes to a weight that all processes of its stage have."""
 
@@ -453,7 +495,7 @@ def _guarded():
     module = lit.seeded(_Alone)
     used = lit.trainer({**_SHARED, "pipeline_parallel_size": 1}, lit.world())
     with pytest.raises(GuardError) as caught:
-        used.fit(module, _loader(used, 8))
+        used.fit(module, lit.loader_for(used, lit.tokens(_ROWS), 8))
     return str(caught.value)
 
 

@@ -17,7 +17,7 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe.data import share_random_state
 from lightning_pipe.manners import AtomicCheckpointIO
 from lightning_pipe.processes import PipelineProcesses
-from lightning_pipe.runtime._torch import distributing_locally
+from lightning_pipe.runtime._dtensor import distributing_locally
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.sharded import is_sharded, read_sharded
 from lightning_pipe.shared_tensors import laid_out_state

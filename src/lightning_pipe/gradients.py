@@ -23,8 +23,8 @@ from lightning_pipe.runtime._torch import SharedScaler
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.reduce import gather_values
-from lightning_pipe.runtime.shards import laid_out_as, local_part
-from lightning_pipe.split.parted import is_divided
+from lightning_pipe.runtime.shards import laid_out_as
+from lightning_pipe.split.parted import is_divided, part_of
 
 #: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
 _own_norm = torch.nn.utils.get_total_norm
@@ -69,7 +69,7 @@ class GradientStash:
             gradient = self.gradients.get(name)
             if gradient is None or gradient.layout != torch.strided:
                 continue
-            if not bool(local_part(gradient).any()):
+            if not bool(part_of(gradient).any()):
                 del self.gradients[name]
 
     def correct(self, factor: float) -> None:
@@ -175,7 +175,7 @@ def share_overflow(
 def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
     """What has, in its `.grad`, the gradient or this copy's part of it: the same memory."""
     gradients = (parameter.grad for parameter in parameters)
-    return [SimpleNamespace(grad=local_part(grad)) for grad in gradients if grad is not None]
+    return [SimpleNamespace(grad=part_of(grad)) for grad in gradients if grad is not None]
 
 
 def norm_of_parts(
@@ -192,13 +192,13 @@ def norm_of_parts(
         sharers: The processes that hold the other parts.
         own_norm: torch's function for it.
     """
-    whole = [local_part(gradient) for gradient in gradients if not is_divided(gradient)]
+    whole = [part_of(gradient) for gradient in gradients if not is_divided(gradient)]
     parts = [gradient for gradient in gradients if is_divided(gradient)]
     norm = own_norm(whole, norm_type) if whole or not parts else None
     if not parts:
         assert norm is not None
         return norm
-    of_parts = own_norm([local_part(gradient) for gradient in parts], norm_type)
+    of_parts = own_norm([part_of(gradient) for gradient in parts], norm_type)
     assert sharers is not None
     with at(sharers, "takes the norm of gradients"):
         all_parts = gather_values(sharers, of_parts)

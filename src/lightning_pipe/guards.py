@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from lightning_pipe.errors import GuardError
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.nest import items
-from lightning_pipe.split.parted import is_divided
+from lightning_pipe.split.parted import is_divided, part_of
 from lightning_pipe.split.spec import ValueSpec
 
 _FIRST_STEPS = 3  # of each kind, whose batches are compared
@@ -215,7 +214,7 @@ class Guards:
         return [
             name
             for name, parameter in self._module.named_parameters()
-            if not is_fake(parameter) and not bool(torch.isfinite(local_part(parameter)).all())
+            if not is_fake(parameter) and not bool(torch.isfinite(part_of(parameter)).all())
         ]
 
 
@@ -231,7 +230,7 @@ def checksum(value: Tensor) -> Tensor:
 def _checksums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     if not parameters:
         return {}
-    sums = torch.stack([checksum(local_part(value)) for value in parameters.values()])
+    sums = torch.stack([checksum(part_of(value)) for value in parameters.values()])
     return dict(zip(parameters, sums.tolist(), strict=True))
 
 

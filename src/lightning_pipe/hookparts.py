@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_pipe.runtime.meeting import ask
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import joined, local_part
+from lightning_pipe.runtime.shards import joined, own_part
 from lightning_pipe.split._fake import is_fake, storage_key
+from lightning_pipe.split.parted import part_of, parted_like
 from lightning_pipe.split.tree import map_tensors, tensors
 
 _ALIASES = frozenset(("detach", "alias"))
@@ -63,7 +64,7 @@ class HookParts:
         """A hook begins or ends: what was written goes to the parts."""
         for known in self._known.values():
             if known.whole is not None:  # a write under a dispatch mode leaves no version
-                local_part(known.part).copy_(self._part_of(known.whole, known.part))
+                part_of(known.part).copy_(self._part_of(known.whole, known.part))
         self._known = {}
 
     def wholes(self, given: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -96,7 +97,7 @@ class HookParts:
         known = self._find(parameter)
         if known is None:
             return False
-        local_part(known.part).copy_(self._part_of(self.whole(value), known.part))
+        part_of(known.part).copy_(self._part_of(self.whole(value), known.part))
         known.whole = None
         return True
 
@@ -104,14 +105,7 @@ class HookParts:
         """This copy's part of a value, to be the gradient of a parameter that is in parts."""
         if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
             return value
-        return DTensor.from_local(
-            self._part_of(value, parameter).clone(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return parted_like(parameter, self._part_of(value, parameter).clone())
 
     def operation(
         self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]
@@ -129,7 +123,7 @@ class HookParts:
         if func.overloadpacket.__name__ in _ALIASES:
             return True, func(*args, **kwargs), None
         if written and self._is_local(func, given):
-            func(*map_tensors(local_part, args), **map_tensors(local_part, kwargs))
+            func(*map_tensors(part_of, args), **map_tensors(part_of, kwargs))
             return True, written[0] if len(written) == 1 else None, None
         values = self.wholes(parted)
 
@@ -176,21 +170,18 @@ class HookParts:
         parameter = self._module.get_parameter(name)
         value = parameter.grad if kind == "gradient" else parameter
         assert value is not None, f"a copy has no gradient of {name}"
-        local: Tensor = local_part(value)
+        local: Tensor = part_of(value)
         return local.detach()
 
-    def _part_of(self, whole: Tensor, part: DTensor) -> Tensor:
-        with torch.no_grad():
-            value = whole.detach().to(part.device, part.dtype)
-            made = distribute_tensor(value, part.device_mesh, part.placements, src_data_rank=None)
-            mine = local_part(made)
-            assert isinstance(mine, Tensor)
+    def _part_of(self, whole: Tensor, part: Tensor) -> Tensor:
+        mine = part_of(own_part(part, whole.detach().to(part.dtype)))
+        assert isinstance(mine, Tensor)
         return mine
 
 
 def _place(part: DTensor) -> tuple[int, ...]:
     """What its aliases have in common, and no other: gradients may share a storage."""
-    local = local_part(part)
+    local = part_of(part)
     return storage_key(local), int(local.storage_offset()), *part.shape
 
 

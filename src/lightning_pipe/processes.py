@@ -37,9 +37,10 @@ from lightning_pipe.replicas import (
 )
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.axes import DATA, ORDER, Axes, check_order
+from lightning_pipe.runtime.doing import Doing
 from lightning_pipe.runtime.patience import Patience, Timeout
 from lightning_pipe.runtime.progress import Progress
-from lightning_pipe.runtime.ranks import Ranks, Talk, make_ranks
+from lightning_pipe.runtime.ranks import Ranks, make_ranks
 from lightning_pipe.runtime.watchdog import guard
 from lightning_pipe.signals import Signals
 
@@ -287,7 +288,9 @@ class PipelineProcesses(ParallelStrategy):
         seam.set_mesh(self.lightning_module, self._mesh)
         self._failed = False
         self._guard = ExitStack()
-        self._guard.enter_context(guard(self._ranks, _Doing(self), self._patience))
+        self._guard.enter_context(
+            guard(self._ranks, Doing(self._ranks, self._progress), self._patience)
+        )
 
     # ------------------------------------------------------------------ between processes
 
@@ -374,45 +377,3 @@ class PipelineProcesses(ParallelStrategy):
     def _progress(self) -> Progress | None:
         """What the engine is doing, once there is one."""
         return None
-
-
-class _Doing:
-    """What this rank is doing, for the watchdog; the engine that knows comes later than it."""
-
-    def __init__(self, strategy: PipelineProcesses) -> None:
-        self._strategy = strategy
-        self._start = Progress("sets up")
-
-    @property
-    def text(self) -> str:
-        talk = self._talk
-        return f"waits for the others where it {talk.place}" if talk else self._progress.text
-
-    @property
-    def since_s(self) -> float:
-        talk = self._talk
-        return talk.since_s if talk else self._progress.since_s
-
-    @property
-    def waits(self) -> bool:
-        return self._talk is not None or self._progress.waits
-
-    @property
-    def step(self) -> int:
-        return self._progress.step
-
-    @property
-    def usual_s(self) -> float:
-        return self._progress.usual_s
-
-    @property
-    def _progress(self) -> Progress:
-        return self._strategy._progress() or self._start
-
-    @property
-    def _talk(self) -> Talk | None:
-        """Where this rank waits for all others, if it does."""
-        ranks = self._strategy._ranks
-        if ranks is None:
-            return None
-        return next((met.talk for met in (ranks, *ranks.others) if met.talk.place), None)

@@ -19,14 +19,13 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.runtime import share
-from lightning_pipe.runtime._torch import forget_layouts
+from lightning_pipe.runtime._dtensor import forget_layouts
 from lightning_pipe.runtime.axes import ORDER
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.reduce import gather_values, mean_gradients, reduce_value
-from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.split._fake import is_fake
-from lightning_pipe.split.parted import is_parted, parted_like
+from lightning_pipe.split.parted import is_parted, part_of, parted_like
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,11 +84,10 @@ def sizes_of(
     given = f" with tensor_parallel_size={tensor_size}" if tensor_size > 1 else ""
     times = f" x {tensor_size}" if tensor_size > 1 else ""
     if world_size % tensor_size:
-        legal = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(
             f"tensor_parallel_size={tensor_size} on {world_size} devices: each stage needs "
-            f"{tensor_size} of them. Give a tensor_parallel_size of {legal}, or a multiple of "
-            f"{tensor_size} devices"
+            f"{tensor_size} of them. Give a tensor_parallel_size of {_divisors(world_size)}, or a "
+            f"multiple of {tensor_size} devices"
         )
     stages = world_size // tensor_size
     if num_ranks is None and num_copies is None:
@@ -98,11 +96,10 @@ def sizes_of(
         known = num_ranks or num_copies or 1
         name, free = ("pipeline", "data") if num_copies is None else ("data", "pipeline")
         if stages % known:
-            legal = ", ".join(str(n) for n in range(1, stages + 1) if stages % n == 0)
             raise ConfigError(
                 f"{name}_parallel_size={known} on {world_size} devices{given}: {free}_parallel_"
                 f"size='auto' cannot make their product {world_size}. Give a {name}_parallel_size "
-                f"of {legal}, or a multiple of {known * tensor_size} devices"
+                f"of {_divisors(stages)}, or a multiple of {known * tensor_size} devices"
             )
         rest = stages // known
         return (known, rest) if num_copies is None else (rest, known)
@@ -116,6 +113,10 @@ def sizes_of(
             + (f": data_parallel_size={stages // num_ranks}" if stages % num_ranks == 0 else "")
         )
     return num_ranks, num_copies
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def check_size(name: str, size: int | None) -> None:
@@ -179,14 +180,14 @@ class Copies:
         if copies is None:
             return
         mine = {
-            name: local_part(parameter.grad)
+            name: part_of(parameter.grad)
             for name, parameter in parameters.items()
             if name not in owners or owners[name][0] == self._ranks.position
         }
         means = mean_gradients(
             copies,
             mine,
-            {name: local_part(parameter) for name, parameter in parameters.items()},
+            {name: part_of(parameter) for name, parameter in parameters.items()},
             bucket_bytes=self._reduction.bucket_bytes,
             dtype=self._reduction.dtype,
         )

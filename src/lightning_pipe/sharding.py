@@ -15,8 +15,9 @@ from lightning_pipe.home import Home
 from lightning_pipe.replicas import Reduction
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import ShardedWeights, local_part
+from lightning_pipe.runtime.shards import ShardedWeights
 from lightning_pipe.split.ownership import parameter_names
+from lightning_pipe.split.parted import part_of
 
 
 def shard_weights(
@@ -85,16 +86,20 @@ def share_parts(
     told: dict[str, Tensor | None] = dict.fromkeys(shards)
     for name, shard in shards.items():
         if owners[name][0] == ranks.position and shard.grad is not None:
-            told[name] = local_part(shard.grad)
+            told[name] = part_of(shard.grad)
     for name, gradient in share.sum_replicated(ranks, told, owners).items():
         kept = shards[name].grad
         if gradient is not None and kept is not None:
-            local_part(kept).copy_(gradient)
+            part_of(kept).copy_(gradient)
 
 
 @contextmanager
-def stepping_on_parts(optimizer: Optimizer) -> Iterator[None]:
+def stepping_on_parts(optimizer: Optimizer, ranks: Ranks) -> Iterator[None]:
     """Says what to do where an optimizer cannot step on parts of weights.
+
+    Args:
+        optimizer: It steps within the body.
+        ranks: This rank.
 
     Raises:
         ConfigError: It uses what torch's `DTensor` has no rule for.
@@ -104,8 +109,14 @@ def stepping_on_parts(optimizer: Optimizer) -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as error:
         if "DTensor" not in str(error) and "placement" not in str(error):
             raise
+        holder = "copy of the pipeline" if ranks.tensor is None else "process of a stage"
+        instead = (
+            "data_parallel_sharding=False"
+            if ranks.tensor is None
+            else "foreach=False and fused=False where shared and ordinary weights are mixed"
+        )
         raise ConfigError(
-            f"{type(optimizer).__name__} cannot step where each copy of the pipeline holds a part "
-            f"of the weights: {str(error).splitlines()[0]} Use one that treats numbers one by "
-            "one (SGD, Adam, AdamW), or data_parallel_sharding=False"
+            f"{type(optimizer).__name__} cannot step where each {holder} holds a part of the "
+            f"weights: {str(error).splitlines()[0]} Use one that treats numbers one by one (SGD, "
+            f"Adam, AdamW), or {instead}"
         ) from error

@@ -16,9 +16,9 @@ from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.shortage import explain_shortage, remedies
 from lightning_pipe.runtime.accelerator import is_out_of_memory, memory_stats
 from lightning_pipe.runtime.meeting import at
-from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.runtime.share import gather_objects
 from lightning_pipe.split._fake import is_fake, storage_key
+from lightning_pipe.split.parted import part_of
 from lightning_pipe.split.tree import tensors
 from lightning_pipe.steps import Pipeline
 
@@ -255,7 +255,7 @@ def _state_bytes(pipeline: Pipeline, parameters: Iterable[Tensor]) -> int:
 
 def _bytes_of(found: Iterable[Tensor]) -> int:
     """Bytes of tensors, each storage once."""
-    local = map(local_part, found)
+    local = map(part_of, found)
     sizes = {storage_key(tensor): _tensor_bytes(tensor) for tensor in local}
     return sum(sizes.values())
 

@@ -5,6 +5,7 @@ All functions that take `ranks` are called by all ranks of a pipeline together.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,7 +23,7 @@ from lightning_pipe.runtime import share
 from lightning_pipe.runtime.checkpoint import gather_state
 from lightning_pipe.runtime.meeting import at
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import local_part, own_part, whole_tensor
+from lightning_pipe.runtime.shards import own_part, whole_tensor
 from lightning_pipe.split.blueprint import Blueprint
 from lightning_pipe.split.nest import copy_tensors
 from lightning_pipe.split.ownership import parameter_names
@@ -288,26 +289,34 @@ def share_initial_state(
     Raises:
         CutError: The blueprints are not the same.
     """
-    told = share.gather_everywhere(
-        ranks, (ranks.tensor_parallel_rank, "" if blueprint is None else blueprint.digest)
-    )
-    if len(set(told)) > ranks.axes.tensor_parallel:  # parts of a weight are made by other recipes
-        raise CutError(
-            "configure_model builds other weights on one rank than on another. Build the same "
-            "model on every rank: nothing in it may depend on the rank, or on random numbers that "
-            "are not torch's and not seeded"
-        )
+    if blueprint is not None:
+        _refuse_other_weights(blueprint, ranks)
     seen: set[int] = set()
     for tensor in [*module.parameters(), *module.buffers()]:
         is_made = blueprint is not None and blueprint.is_cold(tensor)
         if id(tensor) not in seen and not is_made:
             seen.add(id(tensor))
-            own = local_part(tensor)
+            own = part_of(tensor)
             is_part = isinstance(tensor, DTensor)
             received = share.broadcast_everywhere(ranks, own.detach(), of_part=is_part)
-            if received is not own:
+            if ranks.global_rank:
                 with torch.no_grad():
                     own.copy_(received)
+
+
+def _refuse_other_weights(blueprint: Blueprint, ranks: Ranks) -> None:
+    """Refuses blueprints that differ. Those of the parts of a weight do, by which part it is: these
+    have to have drawn the same random numbers."""
+    is_shared = ranks.tensor is not None
+    drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes()) if is_shared else 0
+    told = share.gather_everywhere(ranks, (ranks.tensor_parallel_rank, blueprint.digest, drawn))
+    recipes = {(part, digest) for part, digest, _ in told}
+    if len(recipes) > ranks.axes.tensor_parallel or len({number for *_, number in told}) > 1:
+        raise CutError(
+            "configure_model builds other weights on one rank than on another. Build the same "
+            "model on every rank: nothing in it may depend on the rank, or on random numbers that "
+            "are not torch's and not seeded"
+        )
 
 
 _SMALL = 1 << 16  # numbers in a buffer that is compared
@@ -375,7 +384,7 @@ def gather_parameters(
     # those that a hook has added since the cut are on every rank
     known = (name for name in parameter_names(module) if home.owners(name))
     owner_of = {name: home.owners(name)[0] for name in known}
-    local = {n: own[n] if n in own else local_part(module.get_parameter(n)).detach() for n in keep}
+    local = {n: own[n] if n in own else part_of(module.get_parameter(n)).detach() for n in keep}
     if not everywhere:
         found = gather_state(ranks, local, owner_of) or {}
         return {name: value for name, value in found.items() if name not in keep}

@@ -33,12 +33,11 @@ from lightning_pipe.planning.timeline import Span
 from lightning_pipe.preflight import Preflight, refuse_different, told_of
 from lightning_pipe.replicas import Copies, Reduction, metric_sync
 from lightning_pipe.runtime import share
-from lightning_pipe.runtime._torch import backwards_of_parallel_losses
+from lightning_pipe.runtime._dtensor import backwards_of_parallel_losses
 from lightning_pipe.runtime.engine import Engine
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import local_part
 from lightning_pipe.sharding import share_parts
-from lightning_pipe.split.parted import is_parted, parted_like
+from lightning_pipe.split.parted import is_parted, part_of, parted_like
 from lightning_pipe.split.patching import find_metrics
 from lightning_pipe.split.rng import mix, preserved
 from lightning_pipe.split.rows import Pieces
@@ -377,11 +376,9 @@ class Pipeline(PipelineCuts):
 
     def _sum_replicas(self, stash: GradientStash) -> None:
         if self._replicated:
-            own = {name: local_part(stash.gradients.get(name)) for name in self._replicated}
+            own = {name: part_of(stash.gradients.get(name)) for name in self._replicated}
             values = {
-                n: local_part(p)
-                for n, p in self._resting_parameters.items()
-                if n in self._replicated
+                n: part_of(p) for n, p in self._resting_parameters.items() if n in self._replicated
             }
             summed = share.sum_replicated(
                 self.ranks, own, self._replicated, self._guards.checksums(values)

@@ -345,11 +345,10 @@ class PipelineStrategy(PipelineCheckpoints):
         **kwargs: Any,
     ) -> Any:
         with self._between.suspended(), ExitStack() as stack:
-            ranks, is_parted = self._ranks, self._holds_parts
-            if ranks is not None and (ranks.num_positions > 1 or is_parted):
-                stack.enter_context(over_all_stages(ranks, optimizer, self._counts))
-            if self._reduction.is_sharded:
-                stack.enter_context(stepping_on_parts(optimizer))
+            if self._own_ranks.num_positions > 1 or self._holds_parts:
+                stack.enter_context(over_all_stages(self._own_ranks, optimizer, self._counts))
+            if self._holds_parts:
+                stack.enter_context(stepping_on_parts(optimizer, self._own_ranks))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override

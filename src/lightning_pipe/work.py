@@ -26,7 +26,6 @@ from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
-from lightning_pipe.split.tree import map_tensors
 from lightning_pipe.split.units import modules_of
 from lightning_pipe.statistics import DeferredStatistics
 from lightning_pipe.synced import SyncedNorms
@@ -140,7 +139,7 @@ class StepRun:
         self.recorded.append(result.recorded)
         if self.training and result.value is None:
             raise Skipped
-        value = map_tensors(as_ordinary, result.value)
+        value = as_ordinary(result.value)
         if self.training:
             need_loss(value)
         loss, factor = self.tail.returned(value, microbatch)

@@ -8,6 +8,9 @@ import pytest
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import loss
 
 STAGE_METHODS = {
     "get_fwd_recv_ops": ["fwd_chunk_id"],
@@ -52,6 +55,21 @@ def test_lowering_and_runtime_have_their_signatures():
 def test_a_scaler_looks_for_overflows_of_fused_optimizers_where_ours_does():
     assert parameters(ShardedGradScaler._check_inf_per_device) == ["optimizer"]
     assert "self._check_inf_per_device(optimizer)" in inspect.getsource(ShardedGradScaler.step)
+
+
+def test_distributed_tensors_have_the_parts_that_ours_exchanges():
+    kinds = placement_types
+    assert "mesh_scatter(" in inspect.getsource(kinds.Shard._shard_tensor)
+    assert "mesh_broadcast(" in inspect.getsource(kinds.Replicate._make_replicate_tensor)
+    assert parameters(kinds.mesh_scatter)[:3] == ["output", "scatter_list", "mesh"]
+    assert parameters(kinds.mesh_broadcast)[0] == "tensor"
+    assert parameters(_clear_sharding_prop_cache) == []
+    assert "_disable_custom_loss_ops()" in inspect.getsource(loss.loss_parallel)
+    handlers = inspect.getsource(loss._enable_custom_loss_ops)
+    assert "_op_dispatcher._custom_op_handlers" in handlers
+    assert any("backward" in operator.name() for operator in loss.customized_loss_ops)
+    assert "self._local_tensor" in inspect.getsource(DTensor.to_local)
+    assert "_unscale_grads_(" in inspect.getsource(ShardedGradScaler.unscale_)
 
 
 def test_what_the_runtime_reads_of_a_stage_is_what_ours_sets():

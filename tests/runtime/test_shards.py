@@ -6,7 +6,8 @@ from tests.helpers import run_ranks
 from torch import nn
 
 from lightning_pipe.runtime.ranks import make_ranks
-from lightning_pipe.runtime.shards import ShardedWeights, local_part, whole_tensor
+from lightning_pipe.runtime.shards import ShardedWeights, whole_tensor
+from lightning_pipe.split.parted import part_of
 
 
 class Net(nn.Module):
@@ -69,7 +70,7 @@ def body():
     whole_bytes = sum(p.nbytes for p in net.parameters())
     weights = ShardedWeights(net, GROUPS, ranks.copies, mesh)
     assert weights.names == {name for names in GROUPS for name in names} - {"rare.weight", "scale"}
-    held = sum(local_part(p).nbytes for p in net.parameters())
+    held = sum(part_of(p).nbytes for p in net.parameters())
     named = dict(net.named_parameters())
     assert named["embed.weight"].shape == (11, 6)
     assert net.head.weight is net.embed.weight

@@ -32,14 +32,10 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
-from torch.distributed.tensor import DTensor, placement_types
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import loss
 from torch.nn.utils import clip_grad
 
 from lightning_pipe.planning.ir import Op, Schedule
 from lightning_pipe.split.parted import is_parted, part_of
-from lightning_pipe.split.patching import attributes
 
 _OPS = {
     Op.FORWARD: _ComputationType.FORWARD,
@@ -181,57 +177,6 @@ def post(sends: bool, tensors: Sequence[Tensor], peer: int, group: dist.ProcessG
     """
     op = dist.isend if sends else dist.irecv
     return list(_batch_p2p([dist.P2POp(op, tensor, peer, group) for tensor in tensors]))
-
-
-def forget_layouts() -> None:
-    """Forgets what torch remembers of operations on `DTensor`s.
-
-    It is remembered with the groups of its first time, and a mesh of an earlier run, whose groups
-    are gone, is equal to one of this run.
-    """
-    _clear_sharding_prop_cache()
-
-
-@contextmanager
-def distributing_locally() -> Iterator[None]:
-    """Lets `distribute_tensor` take its part of what each process has, which is the same on all.
-
-    It scatters the value of the first process otherwise, which no recipe could do again.
-    """
-
-    def scatter(output: Tensor, pieces: list[Tensor], mesh: DeviceMesh, **where: Any) -> None:
-        output.copy_(pieces[mesh.get_local_rank(where.get("mesh_dim", 0))])
-
-    def broadcast(value: Tensor, *_: Any, **__: Any) -> None:
-        return
-
-    replaced = [("mesh_scatter", scatter), ("mesh_broadcast", broadcast)]
-    with attributes([(placement_types, name, instead) for name, instead in replaced]):
-        yield
-
-
-@contextmanager
-def backwards_of_parallel_losses() -> Iterator[None]:
-    """Lets the backward of a loss under torch's `loss_parallel` run after that context has ended.
-
-    It handles the operators of such losses while it is open, and says of it that the backward has
-    to be inside. A schedule runs the backwards of a step between its forwards.
-    """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    own: Callable[[], None] = loss._disable_custom_loss_ops
-    backwards = {op for op in loss.customized_loss_ops if "backward" in op.name()}
-
-    def end_of_forward() -> None:
-        kept = {op: handlers[op] for op in backwards if op in handlers}
-        own()
-        handlers.update(kept)
-
-    try:
-        with attributes([(loss, "_disable_custom_loss_ops", end_of_forward)]):
-            yield
-    finally:
-        for op in backwards:
-            handlers.pop(op, None)
 
 
 def default_store() -> Any:

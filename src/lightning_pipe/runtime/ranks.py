@@ -115,8 +115,8 @@ class Ranks:
 
     @property
     def sharers(self) -> Ranks | None:
-        """The processes that may hold other parts of this one's weights; see `Axes`: where a stage
-        is shared, weights are not divided over the copies as well."""
+        """The processes that may hold other parts of this one's weights: where a stage is shared,
+        they are not divided over the copies as well."""
         return self.tensor or self.copies
 
     @property

@@ -27,6 +27,7 @@ from lightning_pipe.runtime.ranks import Ranks, connected
 from lightning_pipe.runtime.reduce import agreed_kinds, gather_values
 from lightning_pipe.split._fake import empty_fake
 from lightning_pipe.split.ownership import parameter_names
+from lightning_pipe.split.parted import part_of
 from lightning_pipe.split.stand_ins import RestingParameter, put_parameter
 
 
@@ -224,8 +225,10 @@ class ShardedWeights:
     def part(self, name: str, value: Tensor, *, is_whole: bool = False) -> Tensor:
         """This copy's part of a value of the shape of a parameter; or all of one, beside parts."""
         shard: Any = self.shards[name]
-        placements = [Replicate()] if is_whole else shard.placements
-        return distribute_tensor(value.to(shard.device), self._mesh, placements, src_data_rank=None)
+        if not is_whole:
+            return own_part(shard, value)
+        value = value.to(shard.device)
+        return distribute_tensor(value, self._mesh, [Replicate()], src_data_rank=None)
 
     def restore(self) -> dict[int, nn.Parameter]:
         """The end: the user's parameters are whole again.
@@ -293,7 +296,7 @@ def whole_tensor(value: Tensor, sharers: Ranks | None) -> Tensor:
     """
     if not isinstance(value, DTensor):
         return value
-    local: Tensor = local_part(value).detach()
+    local: Tensor = part_of(value).detach()
     if value.device_mesh.size() == 1 or isinstance(value.placements[0], Replicate):
         return local
     assert sharers is not None, "a tensor that processes share has a mesh of several"
@@ -322,7 +325,7 @@ def own_part(like: Tensor, value: Tensor) -> Tensor:
     assert isinstance(like, DTensor)
     with torch.no_grad():
         return distribute_tensor(
-            value.detach().to(local_part(like).device),
+            value.detach().to(part_of(like).device),
             like.device_mesh,
             like.placements,
             src_data_rank=None,
@@ -342,20 +345,11 @@ def laid_out_as(like: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def local_part(value: Any) -> Any:
-    """What this process holds of a tensor, the same memory; anything else as it is."""
-    if not isinstance(value, DTensor):
-        return value
-    with torch.no_grad():  # else it is a view with a history
-        return value.to_local()
-
-
 __all__ = [
     "ShardedWeights",
     "can_be_sharded",
     "joined",
     "laid_out_as",
-    "local_part",
     "own_part",
     "whole_tensor",
 ]

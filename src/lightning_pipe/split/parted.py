@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_pipe.split.tree import map_tensors, tensors
+
 
 def is_parted(value: Any) -> bool:
     """Whether processes may hold different parts of a tensor."""
@@ -111,10 +113,13 @@ class Layout:
 
 
 def as_ordinary(value: Any) -> Any:
-    """A value as each process would have it alone: whole. Gradients flow back."""
-    if not isinstance(value, DTensor):
+    """A nest as each process would have it alone: its tensors whole. Gradients flow back.
+
+    The very object where nothing in it is shared.
+    """
+    if not any(map(is_parted, tensors(value))):
         return value
-    return value.full_tensor()
+    return map_tensors(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, value)
 
 
 __all__ = [

@@ -19,7 +19,6 @@ from lightning_pipe.split._fake import (
 from lightning_pipe.split.ends import Skipped, StageExit, StepResult
 from lightning_pipe.split.glue import Glue
 from lightning_pipe.split.nested import opened_encoders
-from lightning_pipe.split.parted import is_parted
 from lightning_pipe.split.patching import (
     Wrapper,
     attributes,
@@ -73,7 +72,7 @@ class MicrobatchRun:
         self._versions = {k: t._version for k, t in self._given.items()}
         self.received = {
             k: t.clone() if k in self.trace.written else t
-            for k, t in ((k, self._laid_out(k, t)) for k, t in self._given.items())
+            for k, t in ((k, self.trace.meta(k).laid_out(t)) for k, t in self._given.items())
         }
         self._record = record
         keys = (*program.output_keys, *record)
@@ -86,11 +85,6 @@ class MicrobatchRun:
             owns=lambda call: stages[call] == program.stage,
             replay=self._replay,
         )
-
-    def _laid_out(self, key: ValueKey, part: Tensor) -> Tensor:
-        """A received value as the step knows it: only parts travel."""
-        layout = self.trace.meta(key).layout
-        return part if layout is None else layout.whole(part)
 
     @property
     def recomputes(self) -> bool:
@@ -221,8 +215,7 @@ class MicrobatchRun:
                     + ("never made it" if value is None else "has no data for it")
                     + ": the step went another way than when it was traced."
                 )
-            if is_parted(value):
-                value = self._part_to_send(key, value)
+            value = self.trace.meta(key).to_send(value, spec.name)
             if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
                 raise StageMismatchError(
                     f"stage {program.stage} should send {spec.name} as {spec.dtype} {spec.shape}, "
@@ -236,15 +229,6 @@ class MicrobatchRun:
                 )
             outputs.append(value)
         return tuple(outputs)
-
-    def _part_to_send(self, key: ValueKey, value: Tensor) -> Tensor:
-        layout = self.trace.meta(key).layout
-        if layout is None:
-            raise StageMismatchError(
-                f"stage {self.program.stage} should send {self.trace.name(key)} as an ordinary "
-                "tensor, as it was when the step was traced, and it is a DTensor now"
-            )
-        return layout.part(value)
 
     # ------------------------------------------------------------------ one call
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipe.errors import StageMismatchError
 from lightning_pipe.split._fake import empty_fake
-from lightning_pipe.split.parted import Layout, part_of
+from lightning_pipe.split.parted import Layout, is_parted, part_of
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.streams import Drawing, Entered
 from lightning_pipe.split.tree import TreeSpec
@@ -72,6 +73,25 @@ class Meta:
         if not self.requires_grad or not torch.is_grad_enabled():
             return made
         return made.requires_grad_().clone()
+
+    def laid_out(self, part: Tensor) -> Tensor:
+        """A received value as the step knows it: only parts travel."""
+        return part if self.layout is None else self.layout.whole(part)
+
+    def to_send(self, value: Tensor, name: str) -> Tensor:
+        """What travels of a value.
+
+        Raises:
+            StageMismatchError: It is shared now, and was not when the step was traced.
+        """
+        if not is_parted(value):
+            return value
+        if self.layout is None:
+            raise StageMismatchError(
+                f"{name} should be sent as an ordinary tensor, as it was when the step was traced, "
+                "and it is a DTensor now"
+            )
+        return self.layout.part(value)
 
     def spec(self, name: str) -> ValueSpec:
         """Describe the value as it crosses a boundary."""

@@ -66,7 +66,7 @@ class LogTape:
         """Notes a call; takes what `LightningModule.log` takes."""
         kwargs.update(zip(_POSITIONAL, args, strict=False))
         kwargs.pop("sync_dist_group", None)  # peers are the copies of the pipeline, if any
-        value = map_tensors(as_ordinary, value)
+        value = as_ordinary(value)
         if isinstance(value, Metric):
             value = MetricReference(self._index_of(value))
         elif not kwargs.get("enable_graph"):

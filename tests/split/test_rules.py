@@ -209,6 +209,29 @@ def test_hooks_that_a_step_installs_are_installed_once() -> None:
     assert [len(block._forward_hooks) for block in net.blocks] == [1, 1, 1, 1]
 
 
+def test_hooks_that_give_another_output_are_not_given_it_again() -> None:
+    """A later stage has the last output only: a hook that made it of another one cannot run there,
+    and one that comes after it can."""
+    collected: list[Tensor] = []
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        collected.clear()
+        h = net.residuals(net.first(x))
+        return net.last(h) + torch.stack(collected).sum(0).mean()
+
+    build = case(run)
+
+    def hooked() -> Case:
+        made = build()
+        for block in made.module.blocks:
+            block.register_forward_hook(lambda m, args, out: {"h": out})
+            block.register_forward_hook(lambda m, args, out: out["h"] * 0.5)
+            block.register_forward_hook(lambda m, args, out: collected.append(out))
+        return made
+
+    exact(hooked)
+
+
 # ---------------------------------------------------------------------- 7, 8: functions, recompute
 
 

@@ -39,6 +39,8 @@ class Outcome:
     activation_bytes: int
     draws: bool = False
     entered: Entered = ()
+    #: forward hooks of the unit up to the last one that gave another output
+    hooks_done: int = 0
 
 
 def arguments_key(arguments: list[Any]) -> Hashable:

@@ -173,12 +173,43 @@ def quiet_metrics(
                 yield metric, name, unseen(getattr(metric, name))
 
 
-def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    """Run the forward hooks of a call that another stage makes, for what they collect; the value
-    that is sent went through them."""
-    for identity, hook in list(module._forward_hooks.items()):
-        if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
-            continue  # they lay values out, and collect nothing
+@contextmanager
+def noted_hooks(module: nn.Module) -> Iterator[list[int]]:
+    """Note which forward hooks of a module give another output: the number up to the last one."""
+    last = [0]
+
+    def noted(place: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = hook(*args, **kwargs)
+            if value is not None:
+                last[0] = max(last[0], place + 1)
+            return value
+
+        return call
+
+    hooks = module._forward_hooks
+    own = list(hooks.items())
+    for place, (identity, hook) in enumerate(own):
+        hooks[identity] = noted(place, hook)
+    try:
+        yield last
+    finally:
+        for identity, hook in own:
+            if identity in hooks:  # it may have taken itself away
+                hooks[identity] = hook
+
+
+def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any, done: int) -> None:
+    """Run the forward hooks of a call that another stage makes, for what they collect.
+
+    Args:
+        module: The unit.
+        args: What it is given.
+        kwargs: By name.
+        out: What stands for its output, which went through all hooks.
+        done: Hooks up to the last one that gave another output: they were given what is not here.
+    """
+    for identity, hook in list(module._forward_hooks.items())[done:]:
         if identity in module._forward_hooks_with_kwargs:
             hook(module, args, kwargs, out)
         else:

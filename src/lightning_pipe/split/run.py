@@ -347,7 +347,7 @@ class MicrobatchRun:
                 forget(self.program.root, call.unit, numbers)
             out = unflatten(values[: call.num_outputs], call.structure)
             if entry == "_call_impl" and module._forward_hooks:
-                run_forward_hooks(module, args, kwargs, out)
+                run_forward_hooks(module, args, kwargs, out, call.hooks_done)
             return out
         finally:
             self.busy = False

@@ -218,7 +218,7 @@ class _Scout(TorchFunctionMode):
                 self._numbers([v for v in values if isinstance(v, Tensor)])
                 out = unflatten(values, known.made)
             if entry == "_call_impl" and module._forward_hooks:
-                run_forward_hooks(module, args, kwargs, out)
+                run_forward_hooks(module, args, kwargs, out, known.hooks_done)
         finally:
             self._busy = False
         self._calls += 1

@@ -178,6 +178,8 @@ class UnitCall:
     arguments: Hashable = None
     #: the modules that it calls
     entered: Entered = ()
+    #: forward hooks of the unit up to the last one that gave another output
+    hooks_done: int = 0
 
     @property
     def passes_through(self) -> bool:

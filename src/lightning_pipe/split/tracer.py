@@ -42,6 +42,7 @@ from lightning_pipe.split.patching import (
     Wrapper,
     attributes,
     find_metrics,
+    noted_hooks,
     outermost,
     routed,
     run_forward_hooks,
@@ -330,7 +331,7 @@ class Tracer:
             else:
                 out, saved = self._repeat(name, module, known, arguments), ()
                 if entry == "_call_impl" and module._forward_hooks:
-                    run_forward_hooks(module, args, kwargs, out)
+                    run_forward_hooks(module, args, kwargs, out, known.hooks_done)
             self.calls.append(
                 UnitCall(
                     index,
@@ -349,6 +350,7 @@ class Tracer:
                     saved=saved,
                     arguments=described,
                     entered=known.entered,
+                    hooks_done=known.hooks_done,
                 )
             )
             self._regions.note_call(index)
@@ -372,7 +374,11 @@ class Tracer:
         counts, moves = self.streams.counts(), self.streams.num_moves
         self._busy, self.operators.inside, self._saved.in_unit = True, index, True
         try:
-            with function_mode_off(self.values), self.streams.of_unit(name):
+            with (
+                function_mode_off(self.values),
+                self.streams.of_unit(name),
+                noted_hooks(module) as hooks,
+            ):
                 out, written = self._runner.execute(name, module, original, arguments, structure)
         finally:
             self._busy, self.operators.inside, self._saved.in_unit = False, None, False
@@ -392,7 +398,9 @@ class Tracer:
         saved = self._saved.at(index, in_unit=True)
         saved_bytes = sum(num_bytes for _, num_bytes in saved)
         entered = self.streams.entered_since(counts, name)
-        outcome = Outcome(structure, made, leaves, num_outputs, flops, saved_bytes, draws, entered)
+        outcome = Outcome(
+            structure, made, leaves, num_outputs, flops, saved_bytes, draws, entered, hooks[0]
+        )
         return out, outcome, saved
 
     def _without_gradient(self, result: Any) -> frozenset[str]:

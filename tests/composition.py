@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ PAGE = TESTS.parent / "docs" / "composition.md"
 
 FEATURES: dict[str, str] = {
     "copies": "copies (`data_parallel_size=2`)",
+    "parted": "sharded copies (`data_parallel_sharding`)",
     "chunks": "chunks (`virtual_stages=2`)",
     "split": "split backward (`zero_bubble`, `zbv`)",
     "accumulation": "`accumulate_grad_batches`",
@@ -89,6 +90,14 @@ def _norms(precision: str, *more: str, tolerance: float = 1e-9) -> Combination:
     )
 
 
+def _in_parts(given: Combination) -> Combination:
+    return replace(
+        given,
+        features=given.features | {"parted"},
+        strategy={**given.strategy, "data_parallel_sharding": True},
+    )
+
+
 #: each trains two steps on 2 ranks x 2 copies
 COMBINATIONS: dict[str, Combination] = {
     "64-true": _tied("64-true"),
@@ -101,6 +110,15 @@ COMBINATIONS: dict[str, Combination] = {
     "batch norms, bf16-mixed": _norms("bf16-mixed", "compile", "bf16-mixed", tolerance=1e-2),
     "batch norms, 16-mixed": _norms("16-mixed", "compile", "16-mixed", tolerance=1e-3),
     "batch norms, bf16-true": _norms("bf16-true", "compile", "half", tolerance=4e-2),
+    "in parts, compiled": _in_parts(_tied("64-true", "compile")),
+    "in parts, 16-mixed": _in_parts(_tied("16-mixed", "compile", "16-mixed", tolerance=1e-3)),
+    "in parts, batch norms": _in_parts(_norms("64-true")),
+    "in parts, batch norms, bf16-mixed": _in_parts(
+        _norms("bf16-mixed", "compile", "bf16-mixed", tolerance=1e-2)
+    ),
+    "in parts, batch norms, bf16-true": _in_parts(
+        _norms("bf16-true", "compile", "half", tolerance=4e-2)
+    ),
 }
 
 #: tests of other files, and what they run together; a pair is shown by the first place it is in
@@ -197,6 +215,11 @@ REFUSED: dict[Pair, tuple[str, str]] = {
         "loss counts",
         "test_sync_batchnorm.py::test_steps_whose_gradients_cannot_meet_are_refused",
     ),
+    frozenset({"parted", "shared"}): (
+        "what `parallelize_module` makes of weights is in parts already, and is not divided over "
+        "the copies as well",
+        "test_tensor_parallel.py::test_sizes_that_cannot_be_are_refused_with_those_that_can",
+    ),
 }
 
 #: pairs that have nothing to do with each other, and why
@@ -238,7 +261,6 @@ Beside these, which are the same with any of them:
 | `ModelCheckpoint`, `EarlyStopping`, `ReduceLROnPlateau` | exact | decided together | `tests/test_data_parallel.py` |
 | checkpoints, to and from any layout | exact | exact | `tests/test_strategy_checkpoint.py`, `tests/test_data_parallel.py` |
 | sharded copies (`data_parallel_sharding`, FSDP2), also with `compile` and `sync_batchnorm` | | exact | `tests/test_sharded_data.py`, `tests/test_sync_batchnorm.py`, `tests/test_strategy_between.py` |
-| shared tensors on sharded copies | | refused | `tests/test_tensor_parallel.py` |
 | an uneven last batch | exact | the epoch ends for all | `tests/test_data_parallel.py` |
 | copies with other numbers of rows | | exact | `tests/test_data_parallel.py` |
 | `overfit_batches`, `limit_*`, `fast_dev_run`, `profiler`, `detect_anomaly`, `deterministic`, `inference_mode` | exact | exact | `tests/test_trainer_flags.py` |

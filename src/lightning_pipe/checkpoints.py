@@ -16,7 +16,10 @@ from lightning_pipe.errors import CheckpointError
 from lightning_pipe.hyperparameters import with_weights
 from lightning_pipe.manners import AtomicCheckpointIO
 from lightning_pipe.readings import PipelineReadings
+from lightning_pipe.runtime.shards import whole_tensor
 from lightning_pipe.sharded import ShardedCheckpoints, make_group, refuse_io
+from lightning_pipe.split.parted import is_parted
+from lightning_pipe.split.tree import map_tensors, tensors
 from lightning_pipe.states import SpreadModel
 
 
@@ -70,7 +73,8 @@ class PipelineCheckpoints(PipelineReadings):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model under its own names, on the first rank; all ranks have to call this."""
         if not self._is_cut:
-            return {} if self._leaves_to_first else super().lightning_module_state_dict()
+            state = self._whole(super().lightning_module_state_dict())
+            return {} if self._leaves_to_first else state
         self._refuse_if_failed()
         assert self._spread is not None
         with self._between.suspended():
@@ -82,7 +86,7 @@ class PipelineCheckpoints(PipelineReadings):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, numbered as on one device, on the first rank; all have to call this."""
         if self._spread is None or not self._spread.has_optimizers:
-            state = super().optimizer_state(optimizer)
+            state = self._whole(super().optimizer_state(optimizer))
             return {**state, "state": {}} if self._leaves_to_first else state
         self._refuse_if_failed()
         plain = seam.plain_optimizer(optimizer)
@@ -113,6 +117,13 @@ class PipelineCheckpoints(PipelineReadings):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
                 return
             self._sharded.save(checkpoint, filepath, list(self._module.state_dict()))
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state before the model is cut or after it is whole again; its tensors may be shared."""
+        if not any(map(is_parted, tensors(state))):
+            return state
+        whole = partial(whole_tensor, sharers=self._own_ranks.sharers)
+        return {name: map_tensors(whole, value) for name, value in state.items()}
 
     @property
     def _leaves_to_first(self) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_pipe.runtime.meeting import ask
 from lightning_pipe.runtime.ranks import Ranks
-from lightning_pipe.runtime.shards import joined, own_part
+from lightning_pipe.runtime.shards import joined, own_part, whole_tensor
 from lightning_pipe.split._fake import is_fake, storage_key
-from lightning_pipe.split.parted import part_of, parted_like
+from lightning_pipe.split.parted import is_parted, part_of, parted_like
 from lightning_pipe.split.tree import map_tensors, tensors
 
 _ALIASES = frozenset(("detach", "alias"))
@@ -97,7 +97,8 @@ class HookParts:
         known = self._find(parameter)
         if known is None:
             return False
-        part_of(known.part).copy_(self._part_of(self.whole(value), known.part))
+        value = self.own_whole(self.whole(value))
+        part_of(known.part).copy_(self._part_of(value, known.part))
         known.whole = None
         return True
 
@@ -131,6 +132,34 @@ class HookParts:
             return values.get(id(tensor), tensor)
 
         return False, map_tensors(value, args), map_tensors(value, kwargs)
+
+    def alike(self, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+        """Arguments that are all in parts, or all whole; values of this model are whole already.
+
+        What else is in parts is the user's own, such as a copy that was made before the model was
+        cut. What is written to stays as it is. All processes that hold parts have to call this.
+        """
+        given = [t for t in tensors((args, kwargs)) if t.ndim]
+        if len(set(map(is_parted, given))) < 2:
+            return args, kwargs
+        like = next((t for t in written if is_parted(t)), None)
+        if like is None:
+            return map_tensors(self.own_whole, (args, kwargs))
+        assert isinstance(like, DTensor)
+        mesh, everywhere = like.device_mesh, [Replicate()] * like.device_mesh.ndim
+
+        def parted(tensor: Tensor) -> Tensor:
+            if is_parted(tensor) or not tensor.ndim:
+                return tensor
+            if tensor.shape == like.shape:
+                return own_part(like, tensor)
+            return DTensor.from_local(tensor.detach(), mesh, everywhere, run_check=False)
+
+        return map_tensors(parted, (args, kwargs))
+
+    def own_whole(self, tensor: Tensor) -> Tensor:
+        """The value of a tensor in parts that is not of this model; anything else as it is."""
+        return tensor if is_fake(tensor) else whole_tensor(tensor, self._copies)
 
     def _is_local(self, func: Any, given: Sequence[Tensor]) -> bool:
         """Whether each element depends on those in its place only, and all are parts."""

@@ -35,6 +35,7 @@ from lightning_pipe.split._fake import (
     popped,
     without_modes,
 )
+from lightning_pipe.split.parted import is_parted
 from lightning_pipe.split.schemas import mutated_arguments, reads_nothing
 from lightning_pipe.split.stand_ins import with_stand_ins
 from lightning_pipe.split.tree import map_tensors, tensors
@@ -124,7 +125,7 @@ class Hooks:
         given = tensors((args, kwargs))
         found = {id(t): f for t in given if (f := self.parts.find(t)) is not None}
         if not found:
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         name = func.overloadpacket.__name__
         if name in _LIKE:
             return self._onblanks(func, args, kwargs)
@@ -182,6 +183,15 @@ class Hooks:
 
         with without_modes():
             args, kwargs = map_tensors(real, (args, kwargs))
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operation with values; a user's own tensors may be in parts beside them."""
+        if self.parts.parted is not None and func is not _given:
+            with without_modes():
+                args, kwargs = self.parts.parted.alike(
+                    args, kwargs, mutated_arguments(func, args, kwargs)
+                )
         return func(*args, **kwargs)
 
     def _onblanks(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,7 +215,7 @@ class Hooks:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._onblanks(func, args, kwargs)
             return written[0] if len(written) == 1 else tuple(written)
-        return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
 
     def _write_lists(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Mapping[int, Found]
@@ -223,12 +233,17 @@ class Hooks:
         args, kwargs = self._with_values(_given, args, kwargs, found, needed)
         kept = [i for i, t in enumerate(targets) if t is None or self.parts.is_here(t.part)]
 
-        def keep(value: Any) -> Any:
-            return [value[i] for i in kept] if _is_list(value, count) else value
+        def only(places: Sequence[int]) -> None:
+            def take(value: Any) -> Any:
+                return [value[i] for i in places] if _is_list(value, count) else value
 
-        if not kept:
-            return None
-        return func(*map(keep, args), **{name: keep(value) for name, value in kwargs.items()})
+            self._call(func, tuple(map(take, args)), {n: take(v) for n, v in kwargs.items()})
+
+        if any(map(is_parted, tensors((args, kwargs)))):  # which torch takes all or none of
+            for place in kept:
+                only([place])
+        elif kept:
+            only(kept)
 
     def _norms(
         self, tensors: Sequence[Tensor], found: Mapping[int, Found], ord: Any = 2, dtype: Any = None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_pipe import _lightning as seam
 from lightning_pipe import _loops
 from lightning_pipe.agreement import agree_while_fitting
 from lightning_pipe.checkpoints import PipelineCheckpoints
+from lightning_pipe.conversion import converted
 from lightning_pipe.data import SharedLoader, share_random_state
 from lightning_pipe.debug import log_actions
 from lightning_pipe.errors import ConfigError, PipelineError
@@ -281,7 +283,7 @@ class PipelineStrategy(PipelineCheckpoints):
         if fitting:
             refuse_training(module)
         with nullcontext() if self._blueprint is None else self._building():
-            self.model = self.precision_plugin.convert_module(module)
+            self.model = converted(module, self.precision_plugin.convert_module)
         check_shared_tensors(self.model, ranks)
         flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         is_parted = self._holds_parts
@@ -416,7 +418,7 @@ class PipelineStrategy(PipelineCheckpoints):
             move_own(self._module, self.root_device)
             return
         with nullcontext() if self._blueprint is None else self._building():
-            self._module.to(self.root_device)
+            converted(self._module, methodcaller("to", self.root_device))
 
     # ------------------------------------------------------------------ steps
 

@@ -50,3 +50,12 @@ def test_twice_the_micro_batches_with_the_linear_rule_follow_the_reference(bench
         losses = example.averaged(example.learn(8, rule, samples), 2 * batch)
         gaps[name] = max(abs(b - a) / a for a, b in zip(reference, losses, strict=True))
     assert gaps["linear"] < 0.05 < 0.4 < gaps["as it was"]
+
+
+def test_a_slower_run_is_told_by_its_ratio(benchmark):
+    worse_than = benchmark("peers.__main__").worse_than
+    earlier = {"torch": {"seconds": [1.0, 1.1, 0.9]}, "ours": {"seconds": [1.0, 1.0, 1.0]}}
+    slow_machine = {"torch": {"seconds": [3.0]}, "ours": {"seconds": [3.1]}}
+    assert worse_than(slow_machine, earlier, 0.04) == []
+    told = worse_than({**slow_machine, "ours": {"seconds": [3.2]}}, earlier, 0.04)
+    assert told == ["ours: 1.067 of torch, it was 1.000"]

@@ -2,6 +2,11 @@
 
     python -m benchmarks.peers --rounds 3 --steps 8 "torch 1f1b" "ours 1f1b" "lightning ddp"
 
+    python -m benchmarks.peers --python deepspeed=PATH/bin/python "torch 1f1b" "deepspeed 1f1b"
+
+Peers that need packages of their own run in an environment of their own, made from
+`benchmarks/peers/requirements-*.txt`; without `--python` for them they are left out.
+
 Contenders run one after the other, in rounds, so that a machine that slows down slows all. Prints a
 table (median over rounds, spread, memory of a process, start-up) and writes it as JSON and a plot.
 """
@@ -33,9 +38,13 @@ _CUTS = {
     1: {"gpt": [6, 4], "heavy-head": [8, 2], "small": [3, 3]},
     2: {"gpt": [3, 3, 2, 2], "heavy-head": [4, 3, 2, 1], "small": [2, 2, 1, 1]},
 }
+#: peers with packages of their own
+_ELSEWHERE = ("deepspeed", "colossalai")
 
 
-def run(name: str, size: str, count: int, cut: str, timeout_s: float) -> list[dict[str, Any]]:
+def run(
+    name: str, size: str, count: int, cut: str, timeout_s: float, python: str = sys.executable
+) -> list[dict[str, Any]]:
     """One launch: what each process reports."""
     world, _ = CONTENDERS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +52,7 @@ def run(name: str, size: str, count: int, cut: str, timeout_s: float) -> list[di
         arguments = [str(world), f"{folder}/store", folder, size, str(count), str(time.time()), cut]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.peers.contender", name, str(rank), *arguments],
+                [python, "-m", "benchmarks.peers.contender", name, str(rank), *arguments],
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -66,12 +75,12 @@ def run(name: str, size: str, count: int, cut: str, timeout_s: float) -> list[di
 
 def cut_of(name: str, size: str, given: str | None) -> str:
     """Layers of each stage, for contenders that take whole layers."""
-    if "auto" in name or name in ("one process", "lightning ddp"):
+    if "auto" in name or "its own cut" in name or name in ("one process", "lightning ddp"):
         return ""
     chunks = 2 if "interleaved" in name or "zbv" in name else 1
     if given is not None:
         return given if len(given.split(",")) == 2 * chunks else ""
-    by_layers = name.startswith("torch") or name.endswith("by layers")
+    by_layers = name.startswith(("torch", *_ELSEWHERE)) or name.endswith("by layers")
     return ",".join(map(str, _CUTS[chunks][size])) if by_layers else ""
 
 
@@ -97,6 +106,28 @@ def table_of(found: dict[str, list[list[dict[str, Any]]]]) -> tuple[Table, dict[
             f"{entry['first_s']:.1f} s",
         )
     return table, numbers
+
+
+def worse_than(numbers: dict[str, Any], earlier: dict[str, Any], allowed: float) -> list[str]:
+    """Contenders whose time, as a ratio to the first one's, is larger than it was.
+
+    Args:
+        numbers: Those of this run; the first contender is what the others are compared with.
+        earlier: Those of another run, maybe on another machine.
+        allowed: By how much a ratio may be larger: the noise between launches is about 0.04.
+    """
+    first = next(iter(numbers))
+    if first not in earlier:
+        raise SystemExit(f"{first!r} is not in the earlier run, which has {sorted(earlier)}")
+
+    def ratio(run: dict[str, Any], name: str) -> float:
+        return median(run[name]["seconds"]) / median(run[first]["seconds"])
+
+    found = []
+    for name in numbers:
+        if name in earlier and (now := ratio(numbers, name)) > ratio(earlier, name) + allowed:
+            found.append(f"{name}: {now:.3f} of {first}, it was {ratio(earlier, name):.3f}")
+    return found
 
 
 def check(found: dict[str, list[list[dict[str, Any]]]]) -> None:
@@ -134,12 +165,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cut", help="layers of each stage, for all: 6,4")
     parser.add_argument("--out", type=Path, help="file of the numbers; the plot is beside it")
+    parser.add_argument("--python", action="append", default=[], help="deepspeed=PATH/bin/python")
+    parser.add_argument("--against", type=Path, help="file of an earlier run: fails if worse")
+    parser.add_argument("--allowed", type=float, default=0.04, help="larger ratio that is noise")
     given = parser.parse_args()
-    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in given.contenders}
+    pythons = dict(entry.split("=", 1) for entry in given.python)
+    found: dict[str, list[list[dict[str, Any]]]] = {
+        name: []
+        for name in given.contenders
+        if not name.startswith(_ELSEWHERE) or name.split()[0] in pythons
+    }
     for _ in track(range(given.rounds), description="rounds"):
-        for name in given.contenders:
+        for name, launches in found.items():
             cut = cut_of(name, given.size, given.cut)
-            found[name].append(run(name, given.size, given.steps, cut, 600))
+            python = pythons.get(name.split()[0], sys.executable)
+            launches.append(run(name, given.size, given.steps, cut, 600, python))
     check(found)
     table, numbers = table_of(found)
     Console().print(table)
@@ -152,6 +192,10 @@ def main() -> None:
         }
         given.out.write_text(json.dumps({"machine": machine, "contenders": numbers}, indent=1))
         plot(numbers, given.out.with_suffix(".png"))
+    if given.against is not None:
+        earlier = json.loads(given.against.read_text())["contenders"]
+        if worse := worse_than(numbers, earlier, given.allowed):
+            raise SystemExit("slower than before:\n" + "\n".join(worse))
 
 
 if __name__ == "__main__":

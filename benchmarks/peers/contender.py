@@ -157,6 +157,18 @@ def _ours(schedule: str, virtual: Any = 1) -> Callable[..., None]:
     return lambda *args: ours(*args, schedule, virtual)
 
 
+def _deepspeed(*args: Any) -> None:
+    from benchmarks.peers.deepspeed import deepspeed_pipeline
+
+    deepspeed_pipeline(*args)
+
+
+def _colossal(*args: Any) -> None:
+    from benchmarks.peers.colossal import colossal_pipeline
+
+    colossal_pipeline(*args)
+
+
 CONTENDERS: dict[str, tuple[int, Callable[..., None]]] = {
     "one process": (1, one_process),
     "lightning ddp": (2, lightning_ddp),
@@ -164,6 +176,9 @@ CONTENDERS: dict[str, tuple[int, Callable[..., None]]] = {
     "torch 1f1b": (2, _torch("Schedule1F1B")),
     "torch interleaved": (2, _torch("ScheduleInterleaved1F1B")),
     "torch zbv": (2, _torch("ScheduleZBVZeroBubble")),
+    "deepspeed 1f1b": (2, _deepspeed),
+    "deepspeed 1f1b, its own cut": (2, _deepspeed),
+    "colossalai 1f1b": (2, _colossal),
     "ours gpipe": (2, _ours("gpipe")),
     "ours 1f1b": (2, _ours("1f1b")),
     "ours interleaved": (2, _ours("interleaved_1f1b", 2)),

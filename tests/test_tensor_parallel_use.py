@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+from lightning_pipe import sharded
 
 _SHARED = {"num_microbatches": 2, "tensor_parallel_size": 2}
 
@@ -286,3 +289,44 @@ def test_another_precision_for_weights_in_use_is_an_error_that_says_what_to_do()
     for name, text in run_ranks(2, _converted):
         assert name == "ConfigError"
         assert "Build the module anew" in text
+
+
+def _begun_late(strategy, folder):
+    """The rank that makes the folder takes its time."""
+    discard = sharded.discard
+
+    def slow(part):
+        discard(part)
+        time.sleep(0.5)
+
+    sharded.discard = slow
+    try:
+        module = lit.seeded(_Columns, depth=3)
+        used = lit.trainer(strategy, lit.world())
+        used.fit(module, lit.loader_for(used, lit.tokens(_ROWS), 4))
+        used.save_checkpoint(f"{folder}/late.ckpt")
+        used.strategy._close_checkpoints()
+    finally:
+        sharded.discard = discard
+    return _outcome(module, used)
+
+
+@pytest.mark.parametrize("wanted", [True, "async"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"pipeline_parallel_size": 1, "tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 1, "data_parallel_size": 2, "data_parallel_sharding": True},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=["shared tensors", "sharded copies", "stages"],
+)
+def test_no_rank_writes_before_the_folder_is_made(tmp_path: Path, strategy: Any, wanted: Any):
+    given = {**strategy, "num_microbatches": 2, "save_distributed_checkpoint": wanted}
+    expected = run_ranks(2, _begun_late, given, str(tmp_path))[0]["weights"]
+    stored = sharded.read_sharded(tmp_path / "late.ckpt", False)["state_dict"]
+    assert {name: value.shape for name, value in stored.items()} == {
+        name: value.shape for name, value in expected.items()
+    }
+    for name, value in expected.items():
+        assert torch.equal(stored[name].clone(), value), name

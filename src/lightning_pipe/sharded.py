@@ -33,7 +33,7 @@ from lightning_pipe.errors import CheckpointError, ConfigError
 from lightning_pipe.folders import discard, replace
 from lightning_pipe.manners import AtomicCheckpointIO, to_disk
 from lightning_pipe.runtime.axes import DATA
-from lightning_pipe.runtime.meeting import at
+from lightning_pipe.runtime.meeting import at, meet
 from lightning_pipe.runtime.ranks import Ranks
 from lightning_pipe.runtime.share import gather_objects
 from lightning_pipe.runtime.stored import stored_tensors
@@ -97,6 +97,7 @@ class ShardedCheckpoints:
                 parts = gather_objects(self._ranks, rest, self._ranks.first_position)
                 if parts is not None:
                     _begin(part, {**checkpoint, **_joined(parts, order)})
+        self._meet("has begun to write a checkpoint")  # whoever writes first would make the folder
         if not self._in_background:
             with at(self._ranks, "writes its part of a checkpoint"):
                 _write(tensors, part, self._group)
@@ -117,6 +118,12 @@ class ShardedCheckpoints:
 
         pending.add_done_callback(finish)
         self._pending = done
+
+    def _meet(self, place: str) -> None:
+        """Waits for the ranks of this pipeline, then for the processes with other parts."""
+        meet(self._ranks, place)
+        if self._ranks.sharers is not None:
+            meet(self._ranks.sharers, place)
 
     def wait(self) -> None:
         """Until what is written in the background is there.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning_pipe.split.parted import is_divided, part_of
 
 #: torch's own; while an optimizer steps another one stands in its place, which sums over stages too
 _own_norm = torch.nn.utils.get_total_norm
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class GradientStash:
@@ -129,7 +131,9 @@ def clip_by_norm_over_stages(
             if parameter.grad is not None
         ]
         counted_grads = [p.grad for p in parameters if counted(p) and p.grad is not None]
-        norm = total_norm(counted_grads, ranks)
+        norm = total_norm(
+            counted_grads, ranks, (p.grad.dtype for p in parameters if p.grad is not None)
+        )
         torch.nn.utils.clip_grads_with_norm_(local_gradients(parameters), clip_val, norm)
 
     return clip
@@ -207,11 +211,21 @@ def norm_of_parts(
     return joined.to(of_parts)
 
 
-def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
-    """The 2-norm of the gradients of all ranks of a pipeline."""
+def total_norm(gradients: Sequence[Tensor], ranks: Ranks, types: Iterable[torch.dtype]) -> Tensor:
+    """The 2-norm of the gradients of all ranks of a pipeline, the same number on all of them.
+
+    Args:
+        gradients: Those that this rank counts.
+        ranks: This rank.
+        types: Of all gradients that it has: the norm is of the type that all ranks' promote to.
+    """
     own = norm_of_parts(gradients, 2.0, ranks.sharers) if gradients else torch.zeros(())
-    square = own.detach().to("cpu", torch.float64) ** 2
+    has = {kind.to_real() for kind in types}
+    told = torch.tensor([0.0, *(kind in has for kind in _TYPES)], dtype=torch.float64)
+    told[0] = own.detach().to("cpu", torch.float64) ** 2
     if ranks.control_group is not None:
         with at(ranks, "clips gradients"):
-            dist.all_reduce(square, group=ranks.control_group)
-    return square.sqrt().to(own.device, own.dtype)
+            dist.all_reduce(told, group=ranks.control_group)
+    there = [kind for kind, count in zip(_TYPES, told[1:].tolist(), strict=True) if count]
+    dtype = reduce(torch.promote_types, there) if there else torch.float32
+    return told[0].sqrt().to(own.device, dtype)

@@ -16,6 +16,7 @@ from lightning_pipe.guards import Finite
 from lightning_pipe.home import CutStep
 from lightning_pipe.iterated import Iterated
 from lightning_pipe.runtime.accelerator import is_out_of_memory
+from lightning_pipe.runtime.shards import sparse_weights
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.ends import Skipped, StepResult
 from lightning_pipe.split.nest import copy_tensors, describe
@@ -26,6 +27,7 @@ from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
+from lightning_pipe.split.tracer import leaves_of
 from lightning_pipe.split.units import modules_of
 from lightning_pipe.statistics import DeferredStatistics
 from lightning_pipe.synced import SyncedNorms
@@ -152,16 +154,21 @@ class StepRun:
         if factor == 0 and self.synced is not None:
             raise Skipped
         if factor == 0:
-            return self._nothing(received)
+            return self._nothing(loss, received)
         weight = factor * self.loss_scale
         return loss if weight == 1.0 else loss * weight
 
-    def _nothing(self, received: tuple[Tensor, ...]) -> Tensor:
+    def _nothing(self, loss: Tensor, received: tuple[Tensor, ...]) -> Tensor:
         """A loss of zero: the mean of a micro-batch that counts nothing is not a number, and so
-        would its gradients be."""
-        roots = [value for value in received if value.requires_grad]
-        roots = roots or [p for p in self.module.parameters() if p.requires_grad and not is_fake(p)]
-        return torch.stack([0.0 * root.sum().float() for root in roots]).sum()
+        would its gradients be. They are zero for all that the loss was made of, which is not none.
+        """
+        sparse = sparse_weights(self.module)  # whose optimizers take no dense zeros
+        reached = [t for t in leaves_of(loss) if not is_fake(t) and id(t) not in sparse]
+        roots = {id(t): t for t in (*received, *reached) if t.requires_grad}.values()
+        nothing = torch.zeros((), device=loss.device, requires_grad=True)
+        for root in roots:
+            nothing = nothing + as_ordinary((0.0 * root).nan_to_num().sum()).float()
+        return nothing
 
 
 class Trial:

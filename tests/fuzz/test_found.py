@@ -82,6 +82,40 @@ FOUND = {
         parts=("residual", "residual"),
         ops=(("call", 0, 0), ("peek", 1, 1)),
     ),
+    # its gradient is zero, which is not none: momentum goes on
+    "only a micro-batch whose loss counts nothing uses a weight": replace(
+        PLAIN,
+        microbatches=4,
+        parts=("residual", "residual"),
+        ops=(("call", 0, 0), ("coin", 1, 1)),
+        loss="weighted",
+        optimizer="sgd",
+    ),
+    # all are weights that an earlier rank has, too; it rounded the norm of all to single precision
+    "a rank counts none of the gradients that it clips by their norm": replace(
+        PLAIN,
+        seed=41500,
+        parts=("encoder", "nested"),
+        ops=(
+            ("call", 0, 0),
+            ("call", 1, 0),
+            ("call", 0, 2),
+            ("call", 0, 0),
+            ("call", 1, 4),
+            ("split", 5),
+            ("mul", 6, 2),
+        ),
+        loss="dict",
+        batch="record",
+        rows=8,
+        short=8,
+        microbatches=4,
+        schedule="zero_bubble",
+        recompute="auto",
+        balance="auto",
+        clip=("norm", 0.05),
+        validates=True,
+    ),
 }
 THREE_SIZES = replace(
     PLAIN, parts=("linear", "linear"), ops=(("call", 0, 0), ("call", 1, 1)), rows=5, short=2

@@ -415,8 +415,17 @@ class Tracer:
             if parameter.requires_grad and id(parameter) not in reached
         }
         if self._repeated or self._runner.on_random:  # parts of the graph were not made
-            return frozenset(missing & self._like.without_gradient if self._like else ())
+            if self._like is None:
+                return frozenset()
+            return frozenset(missing & self._like.without_gradient - self._not_in(self._like))
         return frozenset(missing)
+
+    def _not_in(self, like: Trace) -> set[str]:
+        """Names of the parameters that this step uses and the first one did not."""
+        units = {call.unit for call in self.calls} - {call.unit for call in like.calls}
+        inside = (p for unit in units for p in self._root.get_submodule(unit).parameters())
+        of_units = {self._first_name[id(parameter)] for parameter in inside}
+        return of_units | (set(self.operators.glue_parameters) - like.glue_parameters)
 
     def _of_repeated(self, name: str) -> frozenset[Any]:
         """What the first trace says of the units that were not run in this one."""

@@ -4,8 +4,9 @@
 
 Every rank has the same number of layers, so the model grows with the ranks. Costs are those of a
 layer of a decoder, from published formulas: FLOPs 24 b s h^2 (1 + s / 6h) forward and twice that
-backward (Narayanan et al. 2021, appendix), kept bytes 34 s b h without those of attention (Korthikanti
-et al. 2022, with selective recomputation), 16 bytes of weights, gradients and Adam a parameter.
+backward (Narayanan et al. 2021, appendix), kept bytes 34 s b h without those of attention
+(Korthikanti et al. 2022, with selective recomputation), 16 bytes of weights, gradients and Adam a
+parameter.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Copies of the pipeline that hold a part of the weights each: the numbers of one device."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -214,6 +216,21 @@ def test_an_optimizer_that_clips_within_its_step_takes_the_norm_of_all_parts():
 def test_what_is_no_choice_is_refused():
     with pytest.raises(ConfigError, match="data_parallel_sharding='yes': give True or False"):
         PipelineStrategy(pipeline_parallel_size=2, data_parallel_sharding="yes")
+
+
+def _told(strategy):
+    used = lit.trainer(strategy, lit.world())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        used.fit(lit.seeded(lit.Lit), _loader(lit.rows(8), 4, strategy["data_parallel_size"]))
+    return [str(warning.message) for warning in caught if "data_parallel_sharding" in str(warning)]
+
+
+def test_weights_that_nobody_shares_are_told():
+    told = run_ranks(2, _told, {**_SHARDED, "data_parallel_size": 1})
+    assert sorted(map(len, told)) == [0, 1]
+    assert all("there is one copy of the pipeline" in text for texts in told for text in texts)
+    assert run_ranks(2, _told, _SHARDED) == [[], []]
 
 
 def _written(strategy, batch_size):

@@ -7,6 +7,7 @@ while the others still run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -143,6 +144,17 @@ def check_tensor_size(size: Any, reduction: Reduction | None) -> None:
             "parallelize_module makes of weights is in parts already, and is not divided over the "
             "copies as well. Leave one of them out; more ranks of the pipeline "
             "(pipeline_parallel_size) save memory with either"
+        )
+
+
+def warn_of_one_copy(reduction: Reduction, ranks: Ranks) -> None:
+    """Says that weights are not divided where there is nobody to divide them with."""
+    if reduction.is_sharded and ranks.copies is None and ranks.is_first:
+        warnings.warn(
+            "data_parallel_sharding=True, and there is one copy of the pipeline: nothing is "
+            "divided. Give data_parallel_size=2 or more, with as many times the devices, or leave "
+            "data_parallel_sharding out",
+            stacklevel=2,
         )
 
 

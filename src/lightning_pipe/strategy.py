@@ -52,7 +52,7 @@ from lightning_pipe.norms import over_all_stages
 from lightning_pipe.parts import Parts
 from lightning_pipe.planfile import read_costs, read_plan, with_plan
 from lightning_pipe.planning.plan import Plan
-from lightning_pipe.replicas import Reduction
+from lightning_pipe.replicas import Reduction, warn_of_one_copy
 from lightning_pipe.runtime import meeting, share
 from lightning_pipe.runtime.axes import ORDER
 from lightning_pipe.runtime.progress import Progress
@@ -285,6 +285,7 @@ class PipelineStrategy(PipelineCheckpoints):
         with nullcontext() if self._blueprint is None else self._building():
             self.model = converted(module, self.precision_plugin.convert_module)
         check_shared_tensors(self.model, ranks)
+        warn_of_one_copy(self._reduction, ranks)
         flags = meeting.meet_everywhere(ranks, "sets the model up", _loops.has_user_hooks(trainer))
         is_parted = self._holds_parts
         has_hooks = any(flags) and (ranks.num_positions > 1 or is_parted)

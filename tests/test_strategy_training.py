@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe import ConfigError
+from lightning_pipe.gradients import total_norm
+from lightning_pipe.runtime.ranks import make_ranks
 
 
 class Chain2(pl.LightningModule):
@@ -60,6 +62,26 @@ def _clipped(value, algorithm):
 def test_clipping_uses_the_norm_over_all_stages():
     for weights in run_ranks(2, _clipped, 1.0, "norm"):
         assert weights == pytest.approx((3.4, 2.2), rel=1e-6)
+
+
+def _norms_of_types(types):
+    ranks = make_ranks([0, 1], 2)
+    own = [torch.tensor([3.0, 4.0], dtype=types[ranks.position])] if ranks.position == 0 else []
+    norm = total_norm(own, ranks, [types[ranks.position]])
+    return norm.item(), str(norm.dtype)
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ((torch.float64, torch.float64), (5.0, "torch.float64")),
+        ((torch.float32, torch.bfloat16), (5.0, "torch.float32")),
+        ((torch.bfloat16, torch.float32), (5.0, "torch.float32")),
+        ((torch.bfloat16, torch.bfloat16), (5.0, "torch.bfloat16")),
+    ],
+)
+def test_the_norm_is_the_same_on_a_rank_that_counts_none(types, expected):
+    assert run_ranks(2, _norms_of_types, types) == [expected] * 2
 
 
 def test_clipping_by_value():

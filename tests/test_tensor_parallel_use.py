@@ -145,17 +145,21 @@ class _Average(pl.Callback):
 
     def on_fit_start(self, trainer, module):
         self.net = copy.deepcopy(module.net).requires_grad_(False)
+        self.plain = torch.zeros(module.net.blocks[0].q.weight.shape, dtype=torch.float64)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer, module, *rest):
         ours, theirs = list(self.net.parameters()), list(module.net.parameters())
         if self._lists:
-            torch._foreach_lerp_(ours, theirs, 0.1)
+            torch._foreach_mul_([*ours, self.plain], 0.9)  # nothing of the model is in it
+            torch._foreach_add_(
+                [*ours, self.plain], [*theirs, torch.ones_like(self.plain)], alpha=0.1
+            )
         else:
             for average, parameter in zip(ours, theirs, strict=True):
                 average.lerp_(parameter, 0.1)
         distances = [(a - p).norm() for a, p in zip(ours, theirs, strict=True)]
-        module.log("distance", torch.stack(distances).sum())
+        module.log("distance", torch.stack(distances).sum() + self.plain.sum())
 
     @torch.no_grad()
     def on_validation_start(self, trainer, module):
@@ -268,7 +272,10 @@ def test_a_checkpoint_that_is_saved_after_the_run_is_whole(tmp_path: Path, *, st
         lit.assert_equal([found[0]], ended, 1e-9)
         lit.assert_equal([found[1]], went_on, 1e-9)
     if not stored:
-        loaded = _Columns.load_from_checkpoint(tmp_path / "shared" / "after.ckpt").state_dict()
+        files = [tmp_path / name / "after.ckpt" for name in ("one", "shared")]
+        one, shared = (torch.load(file, weights_only=False)["state_dict"] for file in files)
+        assert shared._metadata == one._metadata
+        loaded = _Columns.load_from_checkpoint(files[1]).state_dict()
         assert {type(value) for value in loaded.values()} == {torch.Tensor}
         for name, value in ended["weights"].items():
             torch.testing.assert_close(loaded[name].double(), value, rtol=1e-5, atol=1e-6)
@@ -317,9 +324,10 @@ def _begun_late(strategy, folder):
     [
         {"pipeline_parallel_size": 1, "tensor_parallel_size": 2},
         {"pipeline_parallel_size": 1, "data_parallel_size": 2, "data_parallel_sharding": True},
+        {"pipeline_parallel_size": 1, "data_parallel_size": 2},
         {"pipeline_parallel_size": 2},
     ],
-    ids=["shared tensors", "sharded copies", "stages"],
+    ids=["shared tensors", "sharded copies", "copies", "stages"],
 )
 def test_no_rank_writes_before_the_folder_is_made(tmp_path: Path, strategy: Any, wanted: Any):
     given = {**strategy, "num_microbatches": 2, "save_distributed_checkpoint": wanted}

@@ -123,7 +123,9 @@ class PipelineCheckpoints(PipelineReadings):
         if not any(map(is_parted, tensors(state))):
             return state
         whole = partial(whole_tensor, sharers=self._own_ranks.sharers)
-        return {name: map_tensors(whole, value) for name, value in state.items()}
+        for name, value in state.items():  # the dict stays: versions of modules are with it
+            state[name] = map_tensors(whole, value)
+        return state
 
     @property
     def _leaves_to_first(self) -> bool:

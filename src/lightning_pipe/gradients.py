@@ -206,9 +206,15 @@ def norm_of_parts(
     assert sharers is not None
     with at(sharers, "takes the norm of gradients"):
         all_parts = gather_values(sharers, of_parts)
-    norms = torch.stack([*all_parts, *([] if norm is None else [norm.to(of_parts)])])
-    joined: Tensor = torch.linalg.vector_norm(norms.double(), norm_type)
-    return joined.to(of_parts)
+    norms = [*all_parts, *([] if norm is None else [norm.to(of_parts.device)])]
+    joined: Tensor = torch.linalg.vector_norm(torch.stack([n.double() for n in norms]), norm_type)
+    return joined.to(promoted(norm.dtype for norm in norms))
+
+
+def promoted(types: Iterable[torch.dtype]) -> torch.dtype:
+    """The type of a norm of gradients of these types, as torch promotes them."""
+    real = [kind.to_real() for kind in types]
+    return reduce(torch.promote_types, real) if real else torch.float32
 
 
 def total_norm(gradients: Sequence[Tensor], ranks: Ranks, types: Iterable[torch.dtype]) -> Tensor:
@@ -227,5 +233,4 @@ def total_norm(gradients: Sequence[Tensor], ranks: Ranks, types: Iterable[torch.
         with at(ranks, "clips gradients"):
             dist.all_reduce(told, group=ranks.control_group)
     there = [kind for kind, count in zip(_TYPES, told[1:].tolist(), strict=True) if count]
-    dtype = reduce(torch.promote_types, there) if there else torch.float32
-    return told[0].sqrt().to(own.device, dtype)
+    return told[0].sqrt().to(own.device, promoted(there))

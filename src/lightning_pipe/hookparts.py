@@ -133,23 +133,26 @@ class HookParts:
 
         return False, map_tensors(value, args), map_tensors(value, kwargs)
 
+    def are_mixed(self, args: Any, kwargs: Any) -> bool:
+        """Whether some arguments are in parts and some are not, which torch takes none of."""
+        given = [t for t in tensors((args, kwargs)) if t.ndim]
+        return len(set(map(is_parted, given))) == 2
+
     def alike(self, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
-        """Arguments that are all in parts, or all whole; values of this model are whole already.
+        """Mixed arguments, all in parts or all whole; values of this model are whole already.
 
         What else is in parts is the user's own, such as a copy that was made before the model was
         cut. What is written to stays as it is. All processes that hold parts have to call this.
         """
-        given = [t for t in tensors((args, kwargs)) if t.ndim]
-        if len(set(map(is_parted, given))) < 2:
-            return args, kwargs
         like = next((t for t in written if is_parted(t)), None)
         if like is None:
             return map_tensors(self.own_whole, (args, kwargs))
         assert isinstance(like, DTensor)
         mesh, everywhere = like.device_mesh, [Replicate()] * like.device_mesh.ndim
+        kept = {id(tensor) for tensor in written}
 
         def parted(tensor: Tensor) -> Tensor:
-            if is_parted(tensor) or not tensor.ndim:
+            if is_parted(tensor) or not tensor.ndim or id(tensor) in kept:
                 return tensor
             if tensor.shape == like.shape:
                 return own_part(like, tensor)

@@ -35,7 +35,6 @@ from lightning_pipe.split._fake import (
     popped,
     without_modes,
 )
-from lightning_pipe.split.parted import is_parted
 from lightning_pipe.split.schemas import mutated_arguments, reads_nothing
 from lightning_pipe.split.stand_ins import with_stand_ins
 from lightning_pipe.split.tree import map_tensors, tensors
@@ -173,6 +172,12 @@ class Hooks:
         found: Mapping[int, Found],
         needed: Sequence[Found],
     ) -> Any:
+        return self._call(func, *self._valued(args, kwargs, found, needed))
+
+    def _valued(
+        self, args: Any, kwargs: Any, found: Mapping[int, Found], needed: Sequence[Found]
+    ) -> Any:
+        """Arguments with the values of parts that are not here."""
         values = self._fetch(f.part for f in needed)
 
         def real(tensor: Tensor) -> Tensor:
@@ -182,16 +187,20 @@ class Hooks:
             return known.view(values[known.part], tensor)
 
         with without_modes():
-            args, kwargs = map_tensors(real, (args, kwargs))
-        return self._call(func, args, kwargs)
+            return map_tensors(real, (args, kwargs))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operation with values; a user's own tensors may be in parts beside them."""
-        if self.parts.parted is not None and func is not _given:
-            with without_modes():
-                args, kwargs = self.parts.parted.alike(
-                    args, kwargs, mutated_arguments(func, args, kwargs)
-                )
+        parted = self.parts.parted
+        if parted is None or not parted.are_mixed(args, kwargs):
+            return func(*args, **kwargs)
+        written = mutated_arguments(func, args, kwargs)
+        if written and isinstance(args[0], (list, tuple)) and (count := len(args[0])) > 1:
+            for place in range(count):  # one may be in parts, and the next one not
+                self._call(func, *_only([place], count, args, kwargs))
+            return None
+        with without_modes():
+            args, kwargs = parted.alike(args, kwargs, written)
         return func(*args, **kwargs)
 
     def _onblanks(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -210,7 +219,7 @@ class Hooks:
         targets_ids = {id(tensor) for tensor in written}
         sources = [f for key, f in found.items() if key not in targets_ids]
         needed = [s for s in sources if not all(s.is_beside(t) for t in targets)]
-        args, kwargs = self._with_values(_given, args, kwargs, found, needed)
+        args, kwargs = self._valued(args, kwargs, found, needed)
         if all(t is not None and not self.parts.is_here(t.part) for t in targets):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._onblanks(func, args, kwargs)
@@ -230,20 +239,10 @@ class Hooks:
                 source = found.get(id(tensor))
                 if source is not None and not (beside and source.is_beside(targets[index])):
                     needed.append(source)
-        args, kwargs = self._with_values(_given, args, kwargs, found, needed)
+        args, kwargs = self._valued(args, kwargs, found, needed)
         kept = [i for i, t in enumerate(targets) if t is None or self.parts.is_here(t.part)]
 
-        def only(places: Sequence[int]) -> None:
-            def take(value: Any) -> Any:
-                return [value[i] for i in places] if _is_list(value, count) else value
-
-            self._call(func, tuple(map(take, args)), {n: take(v) for n, v in kwargs.items()})
-
-        if any(map(is_parted, tensors((args, kwargs)))):  # which torch takes all or none of
-            for place in kept:
-                only([place])
-        elif kept:
-            only(kept)
+        return self._call(func, *_only(kept, count, args, kwargs)) if kept else None
 
     def _norms(
         self, tensors: Sequence[Tensor], found: Mapping[int, Found], ord: Any = 2, dtype: Any = None
@@ -313,10 +312,6 @@ class Hooks:
             self.parts.moved()
         else:
             self.whole(value)
-
-
-def _given(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    return args, kwargs
 
 
 class NoHooks:
@@ -406,6 +401,15 @@ _HANDLERS: dict[Any, Callable[[Hooks, Any, Any], Any]] = {
 
 def _is_list(value: Any, count: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == count
+
+
+def _only(places: Sequence[int], count: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of an operation on lists, of which only some elements are meant."""
+
+    def take(value: Any) -> Any:
+        return [value[place] for place in places] if _is_list(value, count) else value
+
+    return tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
 
 
 def _hashable(value: Any) -> Any:

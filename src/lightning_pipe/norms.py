@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import CutError
-from lightning_pipe.gradients import norm_of_parts
+from lightning_pipe.gradients import norm_of_parts, promoted
 from lightning_pipe.runtime import share
 from lightning_pipe.runtime._torch import total_norm_replaced
 from lightning_pipe.runtime.meeting import at
@@ -57,11 +57,11 @@ def over_all_stages(
         mine = [tensor for tensor in given if counted(gradients[id(tensor)])]
         part = float(norm_of_parts(mine, norm_type, ranks.sharers, own)) if mine else 0.0
         with at(ranks, "takes the norm of all gradients in the optimizer"):
-            parts = share.gather_objects(ranks, part) or []
-        like = given[0] if given else torch.zeros(())
-        norms = torch.tensor(parts, dtype=torch.float64)
+            told = share.gather_objects(ranks, (part, {tensor.dtype for tensor in given})) or []
+        norms = torch.tensor([norm for norm, _ in told], dtype=torch.float64)
         total: Tensor = own(norms, norm_type, error_if_nonfinite)
-        return total.to(like.device, like.dtype)
+        dtype = promoted(kind for _, kinds in told for kind in kinds)
+        return total.to(given[0].device if given else "cpu", dtype)
 
     with total_norm_replaced(total_norm):
         yield

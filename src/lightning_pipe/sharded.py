@@ -120,10 +120,11 @@ class ShardedCheckpoints:
         self._pending = done
 
     def _meet(self, place: str) -> None:
-        """Waits for the ranks of this pipeline, then for the processes with other parts."""
+        """Waits for the ranks of this pipeline, then for the others that write."""
         meet(self._ranks, place)
-        if self._ranks.sharers is not None:
-            meet(self._ranks.sharers, place)
+        others = self._ranks.copies if self._by_all_copies else self._ranks.tensor
+        if others is not None:
+            meet(others, place)
 
     def wait(self) -> None:
         """Until what is written in the background is there.

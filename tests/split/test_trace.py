@@ -22,7 +22,7 @@ from lightning_pipe.errors import CutError
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place, place_like
 from lightning_pipe.split.ends import Skipped, StepResult
-from lightning_pipe.split.memo import Elsewhere, SharedOutcomes
+from lightning_pipe.split.memo import Elsewhere, SharedOutcomes, UnitMemo
 from lightning_pipe.split.ownership import Ownership, parameters_of_stages
 from lightning_pipe.split.program import StageProgram
 from lightning_pipe.split.units import find_units
@@ -493,3 +493,35 @@ def test_ranks_with_different_weights_of_lstms_see_one_step() -> None:
     assert traces[0].digest_text() == traces[1].digest_text()
     # they note their weights, and make new notes where other ones have come into their places
     assert not any(trace.changed_attributes or trace.ghost_attributes for trace in traces)
+
+
+class _Sometimes(nn.Module):
+    """A block between others that not every step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.extra, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.calls_extra = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if self.calls_extra:
+            x = x + self.extra(x)
+        return self.last(x)
+
+
+def test_a_weight_that_the_first_trace_did_not_use_has_a_gradient_where_it_is_used() -> None:
+    module, memo = _Sometimes(), UnitMemo()
+    first = trace(module)
+    memo.learn(module, first)
+    assert "extra.weight" in first.without_gradient
+    module.calls_extra = True
+    for _ in range(2):  # in the second one all units do as they did before
+        found = trace(module, like=first, memo=memo)
+        memo.learn(module, found)
+        assert "extra" in {call.unit for call in found.calls}
+        assert not found.without_gradient
+    module.calls_extra = False
+    assert trace(module, like=first, memo=memo).without_gradient == first.without_gradient

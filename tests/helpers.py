@@ -135,6 +135,11 @@ def _patient(timeout_s: float) -> float:
     return timeout_s * PATIENCE if timeout_s >= 30 else timeout_s
 
 
+def _described(error: BaseException) -> str:
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    return f"beside it: {type(error).__name__}: {error}\n{notes}"
+
+
 def _make_job(
     num_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...], folder: str, timeout_s: float
 ) -> Job:
@@ -190,10 +195,14 @@ class _Pool:
         errors = [result for result in results if result is not None and result.error is not None]
         if errors:
             first = min(errors, key=lambda result: result.time_s)
-            assert first.error is not None
+            error = first.error
+            assert error is not None
+            if isinstance(error, ChildProcessError):  # may have ended since another failed
+                beside = [_described(r.error) for r in errors if r.error and r is not first]
+                error = ChildProcessError("\n".join([str(error), *beside]))
             fine = [result for result in results if result is not None and result.error is None]
-            first.error.__dict__["others"] = [result.value for result in fine]
-            raise first.error
+            error.__dict__["others"] = [result.value for result in fine]
+            raise error
         return [result.value for result in results if result is not None]
 
     def kill(self) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +18,10 @@ from tests import lit
 from tests.lit import run_ranks
 from tests.test_activation_checkpointing import LitNoisy
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipe import ConfigError, PipelineStrategy
+from lightning_pipe import ConfigError, PipelineStrategy, whole
 
 _AOT = {"backend": "aot_eager"}  # forward and backward are made as for Inductor
 
@@ -62,9 +65,15 @@ def _train(strategy: dict[str, Any] | None, cls: Any = LitNumbered, **more: Any)
     x, y = lit.rows(24).tensors
     loader = DataLoader(TensorDataset(x.float(), y), batch_size=8)
     used = lit.trainer(strategy, lit.world(), **{"precision": "32-true", **more})
-    used.fit(module, loader, loader)
-    graphs = getattr(module, "graphs", [])
-    return {**lit.outcome(module, used), "graphs": graphs, "left": "forward" in vars(module.net[0])}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        used.fit(module, loader, loader)
+    return {
+        **lit.outcome(module, used),
+        "graphs": getattr(module, "graphs", []),
+        "left": "forward" in vars(module.net[0]),
+        "said": [str(w.message) for w in caught],
+    }
 
 
 _CASES: dict[str, dict[str, Any]] = {
@@ -133,6 +142,63 @@ def test_deferred_statistics_are_those_of_units_that_are_not_compiled() -> None:
     for first, *others in run_ranks(2, _deferred):
         for other in others:
             lit.assert_equal([other], first, 1e-5)
+
+
+class _Head(nn.Module):
+    """Computes the loss too, as language models do that are large."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.linear(x), y, ignore_index=2)
+
+
+class LitWatched(LitNumbered):
+    """What its loss divides by is watched: it is in a unit, or no value is small enough to keep."""
+
+    def __init__(self, *, in_unit: bool) -> None:
+        super().__init__(depth=4)
+        self.head = _Head(8) if in_unit else nn.Linear(4, 4)
+        if in_unit:
+            self.net = self.net[:-1]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if isinstance(self.head, _Head):
+            return self.head(self.net(x), y)
+        return F.cross_entropy(self.head(self.net(x)), y, ignore_index=2)
+
+
+def _watched(in_unit: bool) -> list[dict[str, Any]]:
+    torch._dynamo.reset()
+    most, whole._MOST_BYTES = whole._MOST_BYTES, 0
+    plain = {"num_microbatches": 4}
+    again = {**plain, "compile": _AOT, "activation_checkpointing": "all"}
+    cls = partial(LitWatched, in_unit=in_unit)
+    try:
+        return [
+            _train(strategy, cls, limit_val_batches=0)
+            for strategy in (plain, {**plain, "compile": _AOT}, again)
+        ]
+    finally:
+        whole._MOST_BYTES = most
+
+
+@pytest.mark.parametrize("in_unit", [False, True])
+def test_losses_are_watched_without_being_compiled_for_it(in_unit: bool) -> None:
+    """What runs again for its backward has to be what ran, also while torch's losses are seen."""
+    results = run_ranks(2, _watched, in_unit)
+    for plain, once, again in results:
+        lit.assert_equal([once, again], plain, 1e-5)
+        graphs = once["graphs"]
+        assert graphs[0] > 0
+        assert graphs[0] == graphs[-1] or in_unit, f"compiles again: {graphs}"
+        assert not again["graphs"][-1], f"the second run compiles: {again['graphs']}"
+    for which in range(3):
+        said = [text for rank in results for text in rank[which]["said"]]
+        assert sum("is not the mean of those" in text for text in said) == 1
 
 
 class LitSmall(LitNumbered):

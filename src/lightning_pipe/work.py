@@ -125,12 +125,13 @@ class StepRun:
             else self.statistics.microbatch(stage, microbatch)
         )
         said = noted(self.name, piece) if len(self.pieces.batches) > 1 else nullcontext()
-        with self.context(self.name), traces, watch or nullcontext(), kept, counted, said:
+        with self.context(self.name), traces, kept, counted, said:
             result = program.run(
                 step,
                 received,
                 key=key,
                 record=record,
+                watch=watch,
                 metrics=self.metrics,
                 keep_random=self.metrics is None,
             )

@@ -44,8 +44,8 @@ def test_an_exception_is_raised_and_the_pool_goes_on():
 
 
 def test_a_death_and_a_hang_fail_and_the_pool_is_built_again():
-    with pytest.raises(ChildProcessError, match="rank 1 died with exit code 3"):
-        run_ranks(2, _one_dies, 1)
+    with pytest.raises(ChildProcessError, match=r"(?s)rank 1 died with exit code 3.*beside it: "):
+        run_ranks(2, _one_dies, 1)  # with what the others raised: it may be the cause
     with pytest.raises(AssertionError, match=r"(?s)ran past 2 s.*_one_sleeps"):
         run_ranks(2, _one_sleeps, 0, timeout=2)
     assert run_ranks(2, _rank_and_sum, 0)[1] == (1, 1.0, "2")

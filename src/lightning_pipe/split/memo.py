@@ -41,6 +41,7 @@ class Outcome:
     entered: Entered = ()
     #: forward hooks of the unit up to the last one that gave another output
     hooks_done: int = 0
+    has_loss: bool = False
 
 
 def arguments_key(arguments: list[Any]) -> Hashable:

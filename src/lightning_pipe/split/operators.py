@@ -28,6 +28,7 @@ NOTHING: Sources = frozenset()
 
 
 _ATEN = torch.ops.aten
+_LOSSES = frozenset((_ATEN.cross_entropy_loss, _ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward))
 #: operators that look at nothing but the shape of what they are given
 _LIKE = frozenset(
     (
@@ -89,6 +90,8 @@ class OperatorLedger(DispatchMode):
         #: values that units turned into Python data
         self.reads_in_units = 0
         self.drawn_in_units = 0
+        #: losses over targets that units computed
+        self.losses_in_units = 0
         self.value_reads = 0
         self.reading_modules: set[int] = set()
 
@@ -157,6 +160,7 @@ class OperatorLedger(DispatchMode):
         made = tensors(out)
         if torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             self.reads_in_units += 1
+        self.losses_in_units += getattr(func, "_overloadpacket", None) in _LOSSES
         if is_draw(func, args, kwargs):
             self._on_draw()
             self.drawn_in_units += 1

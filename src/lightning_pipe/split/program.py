@@ -16,27 +16,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipe.split._fake import (
-    GHOSTS,
-    inside_step,
-)
+from lightning_pipe.split._fake import GHOSTS, TorchFunctionMode, inside_step
 from lightning_pipe.split.again import Again, repeatable_calls
 from lightning_pipe.split.compiled import CompiledUnits
 from lightning_pipe.split.cut import StepCut
 from lightning_pipe.split.ends import StepResult
 from lightning_pipe.split.generators import generators_of
 from lightning_pipe.split.nested import opened_encoders
-from lightning_pipe.split.patching import (
-    find_metrics,
-)
+from lightning_pipe.split.patching import Replacement, find_metrics
 from lightning_pipe.split.rng import Generator, preserved
 from lightning_pipe.split.run import MicrobatchRun
 from lightning_pipe.split.snapshot import AttributeKeeper
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.streams import callable_modules
-from lightning_pipe.split.trace import (
-    ValueKey,
-)
+from lightning_pipe.split.trace import ValueKey
 from lightning_pipe.split.typed import asking_files
 
 
@@ -104,8 +97,7 @@ class StageProgram:
         in_units = tuple(name + "." for name in names)
         owned = set(cut.units_of(stage))
         compiled = compiled or CompiledUnits(None)
-        #: what makes its units run compiled
-        self.compiled = compiled.replacements(root, sorted(owned), sorted(self.trace.drawing))
+        self._compiled = compiled.replacements(root, sorted(owned), sorted(self.trace.drawing))
         self.numbers = {
             unit: [pair for pair in self.trace.changed_attributes if _is_in(pair[0], unit)]
             for unit in self.trace.unit_names
@@ -115,6 +107,19 @@ class StageProgram:
             pair for pair in self.trace.changed_attributes if not f"{pair[0]}.".startswith(in_units)
         )
 
+    def compiled_for(self, *, watched: bool) -> list[Replacement]:
+        """What makes its units run compiled.
+
+        Args:
+            watched: Whether the functions of torch are: units that compute losses are then not
+                compiled, so that these are seen.
+        """
+        if not watched:
+            return self._compiled
+        losses = {call.unit for call in self.trace.calls if call.has_loss}
+        seen = [self.root.get_submodule(name) for name in losses]
+        return [r for r in self._compiled if not any(r[0] is module for module in seen)]
+
     def run(
         self,
         step: Callable[[], Any],
@@ -122,6 +127,7 @@ class StageProgram:
         *,
         key: int,
         record: Sequence[ValueKey] = (),
+        watch: TorchFunctionMode | None = None,
         metrics: Sequence[nn.Module] | None = None,
         keep_random: bool = True,
     ) -> tuple[Tensor, ...] | StepResult:
@@ -132,6 +138,7 @@ class StageProgram:
             received: The values of :attr:`inputs`, in that order.
             key: Random key of the micro-batch, equal on all stages.
             record: On the last stage, values to give back too.
+            watch: Sees the functions of torch that the step calls.
             metrics: The metric objects of the module; found anew if not given.
             keep_random: Put the random generators back; if not, the caller does.
 
@@ -142,7 +149,7 @@ class StageProgram:
             CutError: The step went another way than when it was traced, or needs a value that this
                 stage does not have.
         """
-        run = MicrobatchRun(self, received, key, record)
+        run = MicrobatchRun(self, received, key, record, watch)
         run.metrics = find_metrics(self.root) if metrics is None else metrics
         ghosts = AttributeKeeper(self.root, self.trace.ghost_attributes)
         numbers = AttributeKeeper(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.errors import CutError, StageMismatchError
 from lightning_pipe.split._fake import (
+    TorchFunctionMode,
     function_mode_off,
     is_fake,
     is_foreign,
@@ -59,6 +60,7 @@ class MicrobatchRun:
         received: tuple[Tensor, ...],
         key: int,
         record: Sequence[ValueKey],
+        watch: TorchFunctionMode | None,
     ) -> None:
         self.program = program
         self.trace = program.trace
@@ -66,6 +68,8 @@ class MicrobatchRun:
         self.busy = False
         self.glue: Glue | None = None
         self.metrics: Sequence[nn.Module] = ()
+        self._watch = watch
+        self._compiled = program.compiled_for(watched=watch is not None)
         random = KeyedRandom(key, program.device_type, program.generators)
         self.streams = Streams(program.modules, random, self.trace.drawing)
         self._given = dict(zip(program.input_keys, received, strict=True))
@@ -105,12 +109,14 @@ class MicrobatchRun:
             with ExitStack() as stack:
                 stack.enter_context(attributes(self._replacements()))
                 stack.enter_context(attributes(program.asking))
-                stack.enter_context(attributes(program.compiled))
+                stack.enter_context(attributes(self._compiled))
                 stack.enter_context(attributes(self.streams.replacements()))
                 stack.enter_context(attributes(list(routed(units))))
                 if (program.needs_mode or self._record) and program.opens_encoders:
                     modules = [module for module, _ in units]
                     stack.enter_context(attributes(list(opened_encoders(program.root, modules))))
+                if self._watch is not None:
+                    stack.enter_context(self._watch)
                 if program.needs_mode or self._record:
                     self.glue = stack.enter_context(Glue(self))
                 stack.enter_context(self._regions.watched())
@@ -179,8 +185,7 @@ class MicrobatchRun:
         inner = Regions(lambda: True, replay=self._replay)
 
         def replay(*args: Any, **kwargs: Any) -> Any:
-            compiled = attributes(self.program.compiled)
-            with compiled, self.streams.again(counts, units), inner.watched():
+            with attributes(self._compiled), self.streams.again(counts, units), inner.watched():
                 return function(*args, **kwargs)
 
         return replay
@@ -287,7 +292,8 @@ class MicrobatchRun:
                 )
         self.busy = True
         try:
-            with function_mode_off(self.glue):
+            watch = None if call.has_loss else self._watch  # or it would be compiled for it
+            with function_mode_off(self.glue), function_mode_off(watch):
                 run = partial(self._run_unit, call, original)
                 if call.index in self.program.runs_again:
                     out = self.program.recomputer.run(call.unit, run, *args, **kwargs)

@@ -180,6 +180,8 @@ class UnitCall:
     entered: Entered = ()
     #: forward hooks of the unit up to the last one that gave another output
     hooks_done: int = 0
+    #: whether it computes a loss over targets, some of which may not count
+    has_loss: bool = False
 
     @property
     def passes_through(self) -> bool:

@@ -351,6 +351,7 @@ class Tracer:
                     arguments=described,
                     entered=known.entered,
                     hooks_done=known.hooks_done,
+                    has_loss=known.has_loss,
                 )
             )
             self._regions.note_call(index)
@@ -372,6 +373,7 @@ class Tracer:
         flops, drawn = self.operators.flops, self.operators.drawn_in_units
         scalar_draws, reads = self.operators.scalar_draws, self.operators.reads_in_units
         counts, moves = self.streams.counts(), self.streams.num_moves
+        losses = self.operators.losses_in_units
         self._busy, self.operators.inside, self._saved.in_unit = True, index, True
         try:
             with (
@@ -399,7 +401,16 @@ class Tracer:
         saved_bytes = sum(num_bytes for _, num_bytes in saved)
         entered = self.streams.entered_since(counts, name)
         outcome = Outcome(
-            structure, made, leaves, num_outputs, flops, saved_bytes, draws, entered, hooks[0]
+            structure,
+            made,
+            leaves,
+            num_outputs,
+            flops,
+            saved_bytes,
+            draws,
+            entered,
+            hooks[0],
+            has_loss=self.operators.losses_in_units != losses,
         )
         return out, outcome, saved
 

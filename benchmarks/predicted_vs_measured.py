@@ -72,6 +72,7 @@ def make_module(loads: list[float], work: str) -> Any:
 
 def costs_of(loads: list[float], work: str, rows: int) -> str:
     """Measures the units, as `lightning-pipe plan --measure` does."""
+    from lightning_pipe.runtime.backward import backward_full, backward_input
     from lightning_pipe.runtime.overhead import action_overhead_s
     from lightning_pipe.split.measure import measure_units
 
@@ -83,6 +84,8 @@ def costs_of(loads: list[float], work: str, rows: int) -> str:
         num_stages=1 if len(loads) < 2 else 2,
         device=torch.device("cpu"),
         rows=rows,
+        backward=backward_full,
+        halves=backward_input,
     )
     return replace(table, overhead_s=action_overhead_s(torch.device("cpu"))).to_json()
 

@@ -5,7 +5,8 @@
     python -m benchmarks.peers --python deepspeed=PATH/bin/python "torch 1f1b" "deepspeed 1f1b"
 
 Peers that need packages of their own run in an environment of their own, made from
-`benchmarks/peers/requirements-*.txt`; without `--python` for them they are left out.
+`benchmarks/peers/requirements-*.txt`. Without names, all run that can; ours "measured" are planned
+from times of the units, which are taken first.
 
 Contenders run one after the other, in rounds, so that a machine that slows down slows all. Prints a
 table (median over rounds, spread, memory of a process, start-up) and writes it as JSON and a plot.
@@ -43,12 +44,20 @@ _ELSEWHERE = ("deepspeed", "colossalai")
 
 
 def run(
-    name: str, size: str, count: int, cut: str, timeout_s: float, python: str = sys.executable
+    name: str,
+    size: str,
+    count: int,
+    cut: str,
+    timeout_s: float,
+    python: str = sys.executable,
+    costs: str | None = None,
 ) -> list[dict[str, Any]]:
     """One launch: what each process reports."""
     world, _ = CONTENDERS[name]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if costs is not None and name.endswith("measured"):
+            environment["PEERS_COSTS"] = costs
         arguments = [str(world), f"{folder}/store", folder, size, str(count), str(time.time()), cut]
         processes = [
             subprocess.Popen(
@@ -71,6 +80,32 @@ def run(
         if any(process.returncode for process in processes):
             raise SystemExit(f"{name} failed:\n" + "\n".join(error[-2000:] for error in errors))
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def measure(size: str, file: str) -> None:
+    """Times the units of our contenders that are planned from measured costs."""
+    command = [sys.executable, "-m", "benchmarks.peers.costs", size, file]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+def chosen(names: list[str], pythons: dict[str, str]) -> list[str]:
+    """The contenders to run: those that are named, or all that can.
+
+    Args:
+        names: What the command names; none means all.
+        pythons: Interpreters of peers with packages of their own.
+    """
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        raise SystemExit(f"no contender {unknown[0]!r}; there are: {', '.join(CONTENDERS)}")
+    lacking = [n for n in names if n.startswith(_ELSEWHERE) and n.split()[0] not in pythons]
+    if lacking:
+        peer = lacking[0].split()[0]
+        raise SystemExit(
+            f"{lacking[0]!r} needs packages of its own: make an environment from "
+            f"benchmarks/peers/requirements-{peer}.txt and give --python {peer}=PATH/bin/python"
+        )
+    there = [n for n in CONTENDERS if not n.startswith(_ELSEWHERE) or n.split()[0] in pythons]
+    return names or there
 
 
 def cut_of(name: str, size: str, given: str | None) -> str:
@@ -159,7 +194,7 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Runs the contenders that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("contenders", nargs="*", default=list(CONTENDERS), help=str([*CONTENDERS]))
+    parser.add_argument("contenders", nargs="*", help=", ".join(CONTENDERS))
     parser.add_argument("--size", choices=SIZES, default="gpt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
@@ -170,16 +205,17 @@ def main() -> None:
     parser.add_argument("--allowed", type=float, default=0.04, help="larger ratio that is noise")
     given = parser.parse_args()
     pythons = dict(entry.split("=", 1) for entry in given.python)
-    found: dict[str, list[list[dict[str, Any]]]] = {
-        name: []
-        for name in given.contenders
-        if not name.startswith(_ELSEWHERE) or name.split()[0] in pythons
-    }
-    for _ in track(range(given.rounds), description="rounds"):
-        for name, launches in found.items():
-            cut = cut_of(name, given.size, given.cut)
-            python = pythons.get(name.split()[0], sys.executable)
-            launches.append(run(name, given.size, given.steps, cut, 600, python))
+    names = chosen(given.contenders, pythons)
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        costs = f"{folder}/costs.json"
+        if any(name.endswith("measured") for name in names):
+            measure(given.size, costs)
+        for _ in track(range(given.rounds), description="rounds"):
+            for name, launches in found.items():
+                cut = cut_of(name, given.size, given.cut)
+                python = pythons.get(name.split()[0], sys.executable)
+                launches.append(run(name, given.size, given.steps, cut, 600, python, costs))
     check(found)
     table, numbers = table_of(found)
     Console().print(table)

@@ -137,7 +137,8 @@ def lightning_ddp(size: Size, steps: Steps, count: int, rank: int, cut: list[int
 def ours(
     size: Size, steps: Steps, count: int, rank: int, cut: list[int], schedule: str, virtual: Any
 ) -> None:
-    """PipelineStrategy: Trainer, logging and all; cut by whole layers where a cut is given."""
+    """PipelineStrategy: Trainer, logging and all; cut by whole layers where a cut is given, and
+    otherwise by FLOPs, or by the costs in the file that `PEERS_COSTS` names."""
     from lightning_pipe import PipelineStrategy
 
     strategy = PipelineStrategy(
@@ -145,6 +146,7 @@ def ours(
         virtual_stages=virtual,
         num_microbatches=size.microbatches,
         balance=cut or "auto",
+        costs=os.environ.get("PEERS_COSTS"),
     )
     _fit(size, steps, count, slice(None), strategy=strategy, devices=dist.get_world_size())
 
@@ -185,6 +187,9 @@ CONTENDERS: dict[str, tuple[int, Callable[..., None]]] = {
     "ours zbv": (2, _ours("zbv", 2)),
     "ours 1f1b by layers": (2, _ours("1f1b")),
     "ours auto": (2, _ours("auto", "auto")),
+    "ours 1f1b, measured": (2, _ours("1f1b")),
+    "ours zbv, measured": (2, _ours("zbv", 2)),
+    "ours auto, measured": (2, _ours("auto", "auto")),
 }
 """Processes, and what they run."""
 

@@ -44,6 +44,7 @@ from lightning_pipe.planning.plan import Plan, columns
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.topology import Topology
+from lightning_pipe.runtime.backward import backward_full, backward_input
 from lightning_pipe.runtime.overhead import action_overhead_s
 from lightning_pipe.split._fake import large_as_fakes, to_dtype
 from lightning_pipe.split.analyse import trace_step
@@ -200,6 +201,8 @@ class _Fit:
                 num_stages=num_stages,
                 device=device,
                 rows=piece.rows[0],
+                backward=backward_full,
+                halves=backward_input,
             )
         return replace(table, overhead_s=action_overhead_s(device))
 

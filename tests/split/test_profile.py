@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from lightning_pipe.planning.profile import Profile
+from lightning_pipe.runtime.backward import backward_full, backward_input
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.cut import StepCut, place
@@ -211,7 +212,15 @@ def test_units_are_timed_one_at_a_time() -> None:
         if drop:
             Ownership(model, frozenset()).drop_foreign()
         table = measure_units(
-            model, step, x, num_stages=2, device=torch.device("cpu"), rows=2000, repeats=3
+            model,
+            step,
+            x,
+            num_stages=2,
+            device=torch.device("cpu"),
+            rows=2000,
+            backward=backward_full,
+            halves=backward_input,
+            repeats=3,
         )
         assert [u.unit for u in table.units] == ["0", *(f"1.{i}" for i in range(15))]
         heavy, light = table.units[2], table.units[3]

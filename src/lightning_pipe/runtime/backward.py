@@ -19,7 +19,7 @@ there within W would count twice, so what arrives at an exit is replaced by what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from lightning_pipe.runtime.graph import Graph
+from lightning_pipe.runtime.linear import Bias, LinearMap, adding, biases, linear_maps, visited
+
 # Nodes that hide weights or can run only once: the whole backward is done in I.
 _INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-
-_LEAF = "torch::autograd::AccumulateGrad"
 
 Grads = tuple[Tensor | None, ...]
 
@@ -48,8 +49,17 @@ class _Group:
 
 def backward_full(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Accumulates the gradients of all leaves, inputs and weights, in `.grad`."""
-    if roots:
+    if not roots:
+        return
+    graph = Graph([get_gradient_edge(root).node for root in roots])
+    maps = [] if graph.has(_INDIVISIBLE) else visited(linear_maps(graph), graph)
+    if not maps:
         torch.autograd.backward(tuple(roots), tuple(grads))
+        return
+    added = {id(entry.weight) for entry in maps}
+    others = [leaf for _, leaf in graph.leaves() if id(leaf) not in added]
+    with adding(maps):
+        torch.autograd.backward(tuple(roots), tuple(grads), inputs=others)
 
 
 def backward_input(
@@ -71,16 +81,18 @@ def backward_input(
         return (None,) * len(inputs), lambda: backward_full(roots, grads)
     filled = [torch.ones_like(r) if g is None else g for r, g in zip(roots, grads, strict=True)]
     edges = [get_gradient_edge(root) for root in roots]
-    order = _topological([edge.node for edge in edges])
-    if any(node.name() in _INDIVISIBLE for node in order):
+    graph = Graph([edge.node for edge in edges])
+    if graph.has(_INDIVISIBLE):
         backward_full(roots, filled)
         return _take_grads(inputs), lambda: None
-    inner = _reaching({get_gradient_edge(leaf).node for leaf in inputs}, order)
-    groups = _group_weights(order, inner, edges, filled)
+    inner = graph.reaching({get_gradient_edge(leaf).node for leaf in inputs})
+    added = _all_inner([*linear_maps(graph), *biases(graph)], inner)
+    alone = {id(entry.weight) for entry in added}
+    groups = _group_weights(graph, inner, edges, filled, alone)
     recorded: dict[Node, Grads] = {}
-    handles = [
-        node.register_prehook(_recorder(node, recorded)) for group in groups for node in group.exits
-    ]
+    ends = dict.fromkeys([node for group in groups for node in group.exits])
+    ends.update(dict.fromkeys(entry.node for entry in added))
+    handles = [node.register_prehook(_recorder(node, recorded)) for node in ends]
     try:
         kept = [
             (root, grad)
@@ -99,13 +111,26 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    return input_grads, lambda: _backward_weight(groups, recorded)
+    return input_grads, lambda: _backward_weight(groups, added, recorded)
 
 
-def _backward_weight(groups: list[_Group], recorded: dict[Node, Grads]) -> None:
+def _all_inner(uses: list[LinearMap | Bias], inner: set[Node]) -> list[LinearMap | Bias]:
+    """Those of weights all of whose uses the I pass visits."""
+    others = {id(entry.weight) for entry in uses if entry.node not in inner}
+    return [entry for entry in uses if id(entry.weight) not in others]
+
+
+def _backward_weight(
+    groups: list[_Group], added: list[LinearMap | Bias], recorded: dict[Node, Grads]
+) -> None:
     """The W pass. The graph is kept, since groups may cross the same node, and dies with its last
     user.
     """
+    while added:
+        entry = added.pop()
+        arrived = recorded.get(entry.node)
+        if arrived is not None and arrived[0] is not None:
+            entry.add(arrived[0])
     while groups:
         group = groups.pop()
         edges, grads, handles = list(group.roots), list(group.root_grads), []
@@ -148,51 +173,28 @@ def _take_grads(leaves: Iterable[Tensor]) -> Grads:
     return tuple(taken)
 
 
-def _next(node: Node) -> list[Node]:
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _topological(roots: Sequence[Node]) -> list[Node]:
-    """All nodes, each before those it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    for root in roots:
-        stack = [(root, False)]
-        while stack:
-            node, done = stack.pop()
-            if done:
-                order.append(node)
-            elif node not in seen:
-                seen.add(node)
-                stack.append((node, True))
-                stack.extend((following, False) for following in _next(node))
-    order.reverse()
-    return order
-
-
-def _reaching(targets: set[Node], order: Sequence[Node]) -> set[Node]:
-    """The nodes from which a target can be reached, targets included."""
-    reaching = set(targets)
-    for node in reversed(order):
-        if any(following in reaching for following in _next(node)):
-            reaching.add(node)
-    return reaching
-
-
 def _group_weights(
-    order: Sequence[Node], inner: set[Node], roots: Sequence[GradientEdge], grads: Sequence[Tensor]
+    graph: Graph,
+    inner: set[Node],
+    roots: Sequence[GradientEdge],
+    grads: Sequence[Tensor],
+    alone: Set[int],
 ) -> list[_Group]:
-    """Finds the exits and joins the weights that are behind the same ones."""
+    """Finds the exits and joins the weights that are behind the same ones.
+
+    Weights whose ids are ``alone`` need none.
+    """
     group_of: dict[Node, _Group] = {}  # of nodes that are not inner and lead to a weight
-    for node in reversed(order):
+    for node in reversed(graph.order):
         if node in inner:
-            behind = [group_of[n] for n in _next(node) if n not in inner and n in group_of]
+            behind = [group_of[n] for n in graph.after[node] if n not in inner and n in group_of]
             if behind:
                 _join(behind).exits.append(node)
-        elif node.name() == _LEAF:
-            group_of[node] = _Group(weights=[node.variable])  # type: ignore[attr-defined]
+        elif graph.is_leaf(node):
+            if id(node.variable) not in alone:  # type: ignore[attr-defined]
+                group_of[node] = _Group(weights=[node.variable])  # type: ignore[attr-defined]
         else:
-            behind = [group_of[n] for n in _next(node) if n in group_of]
+            behind = [group_of[n] for n in graph.after[node] if n in group_of]
             if behind:
                 group_of[node] = _join(behind)
     for edge, grad in zip(roots, grads, strict=True):

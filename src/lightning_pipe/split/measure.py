@@ -8,7 +8,7 @@ the units are real ones.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,10 @@ from lightning_pipe.split.tree import flatten, tensors, unflatten
 
 _WARM_UP = 2
 
+Grads = Sequence[Tensor | None]
+Backward = Callable[[Sequence[Tensor], Grads], None]
+Halves = Callable[[Sequence[Tensor], Grads, Sequence[Tensor]], tuple[Grads, Callable[[], None]]]
+
 
 def measure_units(
     root: nn.Module,
@@ -43,6 +47,8 @@ def measure_units(
     num_stages: int,
     device: torch.device,
     rows: int,
+    backward: Backward,
+    halves: Halves,
     repeats: int = 5,
 ) -> CostTable:
     """Runs the step unit by unit and times F, I and W of each.
@@ -54,6 +60,9 @@ def measure_units(
         num_stages: Stages that the units must be fine enough for.
         device: Where to run.
         rows: Rows of the micro-batch.
+        backward: Accumulates the gradients of all leaves of a graph, given roots and their
+            gradients.
+        halves: Computes those of the inputs only; what it returns accumulates those of the weights.
         repeats: Timed runs of each unit, of which the median counts; two come before them.
 
     Returns:
@@ -64,7 +73,7 @@ def measure_units(
     units = {name: root.get_submodule(name) for name in trace.unit_names}
     batch = mapped(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
     snapshot = Snapshot(root)
-    stopwatch = _Stopwatch(device, repeats)
+    stopwatch = _Stopwatch(device, repeats, backward, halves)
     try:
         with preserved(device.type), torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(_on_device(root, device, trace.glue_parameters))
@@ -103,6 +112,8 @@ class _Stopwatch:
 
     device: torch.device
     repeats: int
+    backward: Backward
+    halves: Halves
 
     def __post_init__(self) -> None:
         self.costs: list[UnitCosts] = []
@@ -164,36 +175,33 @@ class _Stopwatch:
                 out = original(*args, **kwargs)
                 forward_s = self._now_s() - start_s
                 if self._timed:
-                    times.append((forward_s, *self._backward(out, inputs, parameters)))
-            for parameter in parameters:
+                    times.append((forward_s, *self._backward(out, inputs)))
+            for parameter in parameters:  # between runs they stay: a run adds to what is there
                 parameter.grad = None
         if self._timed:
-            forward_s, whole_s, input_s = (
+            forward_s, input_s, weight_s = (
                 statistics.median(column) for column in zip(*times[_WARM_UP:], strict=True)
             )
-            input_s = min(input_s, whole_s)
-            self.costs.append(UnitCosts(name, forward_s + glue_s, input_s, whole_s - input_s))
+            self.costs.append(UnitCosts(name, forward_s + glue_s, input_s, weight_s))
         else:
             self.costs.append(UnitCosts(name, 0.0, 0.0, 0.0))
         return mapped(out, lambda leaf: _leaf(leaf) if isinstance(leaf, Tensor) else leaf)
 
-    def _backward(
-        self, out: Any, inputs: list[Any], parameters: list[nn.Parameter]
-    ) -> tuple[float, float]:
-        """Seconds of a whole backward, and of the gradients of the inputs alone."""
+    def _backward(self, out: Any, inputs: list[Any]) -> tuple[float, float]:
+        """Seconds of the gradients of the inputs, and of those of the weights."""
         roots = [t for t in tensors(out) if t.requires_grad]
         wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
         if not roots:
             return 0.0, 0.0
         grads = [torch.ones_like(root) for root in roots]
         start_s = self._now_s()
-        if wanted:
-            torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
+        if not wanted:
+            self.backward(roots, grads)
+            return 0.0, self._now_s() - start_s
+        _, weights = self.halves(roots, grads, wanted)
         middle_s = self._now_s()
-        if wanted or parameters:
-            targets = [*wanted, *parameters]
-            torch.autograd.grad(roots, targets, grads, allow_unused=True)
-        return self._now_s() - middle_s, middle_s - start_s
+        weights()
+        return middle_s - start_s, self._now_s() - middle_s
 
     def _now_s(self) -> float:
         return now_s(self.device)

@@ -1,0 +1,45 @@
+"""What units of the model cost here, as `lightning-pipe plan --measure cpu --save-costs` finds it.
+
+python -m benchmarks.peers.costs SIZE FILE
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from benchmarks.peers.gpt import SIZES, LitGPT, batch_of, loss_of
+
+from lightning_pipe.runtime.backward import backward_full, backward_input
+from lightning_pipe.runtime.overhead import action_overhead_s
+from lightning_pipe.split.measure import measure_units
+
+_STAGES = 4  # two ranks with two chunks
+
+
+def main() -> None:
+    """Times each unit, alone on the machine."""
+    name, file = sys.argv[1:]
+    torch.set_num_threads(1)
+    size = SIZES[name]
+    rows = size.batch // size.microbatches
+    module = LitGPT(size)
+    device = torch.device("cpu")
+    table = measure_units(
+        module,
+        lambda batch: loss_of(module.net(batch[0]), batch[1]),
+        [part[:rows] for part in batch_of(size, 0)],
+        num_stages=_STAGES,
+        device=device,
+        rows=rows,
+        backward=backward_full,
+        halves=backward_input,
+    )
+    table = replace(table, overhead_s=action_overhead_s(device))
+    Path(file).write_text(table.to_json())
+
+
+if __name__ == "__main__":
+    main()

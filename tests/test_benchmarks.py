@@ -59,3 +59,16 @@ def test_a_slower_run_is_told_by_its_ratio(benchmark):
     assert worse_than(slow_machine, earlier, 0.04) == []
     told = worse_than({**slow_machine, "ours": {"seconds": [3.2]}}, earlier, 0.04)
     assert told == ["ours: 1.067 of torch, it was 1.000"]
+
+
+def test_a_contender_that_cannot_run_is_told_before_any_runs(benchmark):
+    chosen = benchmark("peers.__main__").chosen
+    assert chosen(["ours 1f1b"], {}) == ["ours 1f1b"]
+    assert not [name for name in chosen([], {}) if name.startswith(("deepspeed", "colossalai"))]
+    assert "deepspeed 1f1b" in chosen([], {"deepspeed": "python"})
+    with pytest.raises(SystemExit, match="no contender 'our 1f1b'; there are: one process"):
+        chosen(["our 1f1b"], {})
+    with pytest.raises(
+        SystemExit, match=r"requirements-deepspeed\.txt and give --python deepspeed="
+    ):
+        chosen(["ours 1f1b", "deepspeed 1f1b"], {})

@@ -39,6 +39,8 @@ _CUTS = {
     1: {"gpt": [6, 4], "heavy-head": [8, 2], "small": [3, 3]},
     2: {"gpt": [3, 3, 2, 2], "heavy-head": [4, 3, 2, 1], "small": [2, 2, 1, 1]},
 }
+for _cuts in _CUTS.values():
+    _cuts["gpt, 32 micro-batches"] = _cuts["gpt"]
 #: peers with packages of their own
 _ELSEWHERE = ("deepspeed", "colossalai")
 

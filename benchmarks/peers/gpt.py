@@ -33,6 +33,7 @@ class Size:
 
 SIZES = {
     "gpt": Size(),
+    "gpt, 32 micro-batches": Size(batch=64, microbatches=32),
     "heavy-head": Size(vocabulary=32768),
     "small": Size(width=64, blocks=4, vocabulary=128, sequence=16),
 }

@@ -90,7 +90,7 @@ class _Draft:
 
     def any(self) -> int:
         """A value, a late one rather."""
-        return self.values - 1 - min(int(self.source.expovariate(0.9)), self.values - 1)
+        return self.values - 1 - int(min(self.source.expovariate(0.9), self.values - 1))
 
     def add(self, *op: Any, values: int = 1) -> None:
         self.ops.append(op)
@@ -194,7 +194,11 @@ def _program(source: random.Random) -> _Draft:
 
 def example_of(seed: int, ranks: int | None = None) -> Example:
     """The training that a seed stands for; ``ranks`` pins P, which is a draw of its own."""
-    source = random.Random(seed)
+    return example_from(random.Random(seed), seed, ranks)
+
+
+def example_from(source: random.Random, seed: int, ranks: int | None = None) -> Example:
+    """The training that a source of random numbers draws; its weights and data are the seed's."""
     drawn = source.choices((1, 2, 4), (25, 67, 8))[0]
     ranks = ranks or drawn
     draft = _program(source)

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.fuzz.programs import example_of
-from tests.fuzz.trainings import DIFFERS, EQUAL, ERROR, REFUSED, Outcome, fuzz
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.fuzz.programs import example_from, example_of
+from tests.fuzz.trainings import DIFFERS, EQUAL, ERROR, REFUSED, Outcome, fuzz, fuzz_drawn
 
 
 @pytest.mark.timeout(3600)
@@ -27,6 +30,24 @@ def test_random_programs_train_as_on_one_device_or_are_refused(
     kinds = Counter(outcome.kind for outcome in outcomes)
     assert kinds[EQUAL] >= 0.6 * count, kinds  # a generator of refusals would show nothing
     assert kinds[REFUSED] <= 0.25 * count, kinds
+
+
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(source=st.randoms(use_true_random=False), seed=st.integers(0, 9))
+@pytest.mark.timeout(1800)
+def test_programs_that_hypothesis_draws_and_shrinks_do_too(
+    pool: Callable[..., list[Any]], source: random.Random, seed: int
+) -> None:
+    """Programs of the same generator; one that fails is made as small as can be."""
+    example = example_from(source, seed)
+    outcome = fuzz_drawn(example, pool)
+    assert outcome.kind not in (DIFFERS, ERROR), f"{outcome.kind}: {outcome.text}\n{example}"
 
 
 def test_a_rank_that_ends_since_another_refused_is_no_hang() -> None:

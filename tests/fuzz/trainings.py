@@ -270,12 +270,21 @@ def judge(example: Example) -> Outcome:
 def judge_all(seeds: list[int], ranks: int) -> list[Outcome]:
     """Examples one after the other, in every rank; stops after one that raised, whose process
     group is not to be trusted any more."""
+    return _judged([copy.copy(example_of(seed, ranks)) for seed in seeds])
+
+
+def judge_drawn(example: Example) -> list[Outcome]:
+    """The one that is given."""
+    return _judged([example])
+
+
+def _judged(examples: list[Example]) -> list[Outcome]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     outcomes = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for seed in seeds:
-            outcomes.append(judge(copy.copy(example_of(seed, ranks))))
+        for example in examples:
+            outcomes.append(judge(example))
             if outcomes[-1].kind in (REFUSED, ERROR):
                 break
     return outcomes
@@ -317,6 +326,16 @@ def fuzz(seeds: list[int], pool: Any, *, per_body: int = 10) -> list[Outcome]:
             outcomes += found
             todo = todo[len(found) :]
     return outcomes
+
+
+def fuzz_drawn(example: Example, pool: Any) -> Outcome:
+    """Trains one example that no seed stands for."""
+    try:
+        results = pool(example.ranks, judge_drawn, example, timeout=35)
+    except (AssertionError, ChildProcessError, RuntimeError) as error:
+        others: list[list[Outcome]] = error.__dict__.get("others") or []
+        return _ended(example.seed, error, [found[0] for found in others if found])
+    return merged([result[0] for result in results])
 
 
 def _some(seeds: list[int], ranks: int, pool: Any) -> list[Outcome]:

@@ -145,3 +145,23 @@ def _refused():
 
 def test_a_loader_whose_batches_make_no_step_is_refused_before_training():
     run_ranks(2, _refused)
+
+
+def _weights(strategy, **arguments):
+    """Two epochs of 48 rows, in steps of 16."""
+    module = lit.seeded(lit.Lit)
+    trainer = lit.trainer(strategy, lit.world(), max_epochs=2, **arguments)
+    trainer.fit(module, DataLoader(lit.rows(48), batch_size=8))
+    return lit.outcome(module, trainer)
+
+
+def _accumulated_and_drawn():
+    accumulated = _weights({"num_microbatches": 4}, accumulate_grad_batches=2)
+    return accumulated, _weights({"num_microbatches": 8, "microbatch_size": 2})
+
+
+def test_accumulated_batches_may_fill_the_pipeline_once():
+    """What docs/batches.md says instead of `accumulate_grad_batches=2`."""
+    for accumulated, drawn in run_ranks(2, _accumulated_and_drawn):
+        assert accumulated["steps"] == 6
+        lit.assert_equal([{**drawn, "metrics": accumulated["metrics"]}], accumulated)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from lightning_pipe.runtime.accumulation import Use, adding, bias_uses, weight_uses
 from lightning_pipe.runtime.graph import Graph
-from lightning_pipe.runtime.linear import Bias, LinearMap, adding, biases, linear_maps, visited
 
 # Nodes that hide weights or can run only once: the whole backward is done in I.
 _INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
@@ -52,14 +52,16 @@ def backward_full(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> No
     if not roots:
         return
     graph = Graph([get_gradient_edge(root).node for root in roots])
-    maps = [] if graph.has(_INDIVISIBLE) else visited(linear_maps(graph), graph)
-    if not maps:
+    uses = [] if graph.has(_INDIVISIBLE) else weight_uses(graph)
+    uses = [use for use in uses if use.weight.grad is not None]  # one micro-batch is as without
+    if not uses:
         torch.autograd.backward(tuple(roots), tuple(grads))
         return
-    added = {id(entry.weight) for entry in maps}
-    others = [leaf for _, leaf in graph.leaves() if id(leaf) not in added]
-    with adding(maps):
-        torch.autograd.backward(tuple(roots), tuple(grads), inputs=others)
+    added = {id(use.weight) for use in uses}
+    asked: list[Any] = [leaf for _, leaf in graph.leaves() if id(leaf) not in added]
+    asked += [GradientEdge(use.node, 0) for use in uses]  # so that the engine goes there
+    with adding(uses):
+        torch.autograd.backward(tuple(roots), tuple(grads), inputs=asked)
 
 
 def backward_input(
@@ -86,12 +88,12 @@ def backward_input(
         backward_full(roots, filled)
         return _take_grads(inputs), lambda: None
     inner = graph.reaching({get_gradient_edge(leaf).node for leaf in inputs})
-    added = _all_inner([*linear_maps(graph), *biases(graph)], inner)
-    alone = {id(entry.weight) for entry in added}
+    added = _all_inner([*weight_uses(graph), *bias_uses(graph)], inner)
+    alone = {id(use.weight) for use in added}
     groups = _group_weights(graph, inner, edges, filled, alone)
     recorded: dict[Node, Grads] = {}
     ends = dict.fromkeys([node for group in groups for node in group.exits])
-    ends.update(dict.fromkeys(entry.node for entry in added))
+    ends.update(dict.fromkeys(use.node for use in added))
     handles = [node.register_prehook(_recorder(node, recorded)) for node in ends]
     try:
         kept = [
@@ -114,23 +116,21 @@ def backward_input(
     return input_grads, lambda: _backward_weight(groups, added, recorded)
 
 
-def _all_inner(uses: list[LinearMap | Bias], inner: set[Node]) -> list[LinearMap | Bias]:
+def _all_inner(uses: list[Use], inner: set[Node]) -> list[Use]:
     """Those of weights all of whose uses the I pass visits."""
-    others = {id(entry.weight) for entry in uses if entry.node not in inner}
-    return [entry for entry in uses if id(entry.weight) not in others]
+    others = {id(use.weight) for use in uses if use.node not in inner}
+    return [use for use in uses if id(use.weight) not in others]
 
 
-def _backward_weight(
-    groups: list[_Group], added: list[LinearMap | Bias], recorded: dict[Node, Grads]
-) -> None:
+def _backward_weight(groups: list[_Group], added: list[Use], recorded: dict[Node, Grads]) -> None:
     """The W pass. The graph is kept, since groups may cross the same node, and dies with its last
     user.
     """
     while added:
-        entry = added.pop()
-        arrived = recorded.get(entry.node)
+        use = added.pop()
+        arrived = recorded.get(use.node)
         if arrived is not None and arrived[0] is not None:
-            entry.add(arrived[0])
+            use.add(arrived[0])
     while groups:
         group = groups.pop()
         edges, grads, handles = list(group.roots), list(group.root_grads), []

@@ -1,4 +1,4 @@
-"""Gradients of linear maps that are added in place: those of autograd, where they may be."""
+"""Gradients that are added in place: those of autograd, where they may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipe.runtime import linear
+from lightning_pipe.runtime import accumulation
 from lightning_pipe.runtime.backward import backward_full, backward_input
 from lightning_pipe.runtime.graph import Graph
 
@@ -42,7 +42,7 @@ class _Twice(_Mlp):
 class _NoBias(_Mlp):
     """Its first map is fed by nothing that has a gradient: nobody would visit it for others."""
 
-    added = ("down.weight",)
+    added = ("up.weight", "down.weight")
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,17 +69,34 @@ class _Transposed(_Mlp):
 
 
 class _Tied(_Mlp):
-    """A map whose weight is looked up too."""
+    """A map whose weight is looked up too; the second row of places counts nothing."""
+
+    added = ("up.weight", "up.bias", "down.weight", "down.bias", "table.weight", "places.weight")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+        self.places = nn.Embedding(ROWS, WIDTH, padding_idx=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.places(torch.tensor([[0, 1, 2], [1, 1, 0]]))
+        hidden = super().forward(x + self.table(torch.tensor([3, 0, 3])) + places)
+        return F.linear(hidden, self.table.weight)
+
+
+class _Rare(_Mlp):
+    """Lookups that autograd does in ways of its own."""
 
     added = ("up.weight", "up.bias", "down.weight", "down.bias")
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, WIDTH)
+        self.sparse = nn.Embedding(4, WIDTH, sparse=True)
+        self.scaled = nn.Embedding(4, WIDTH, scale_grad_by_freq=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = super().forward(x + self.table(torch.arange(ROWS)))
-        return F.linear(hidden, self.table.weight)
+        places = torch.tensor([3, 0, 3])
+        return super().forward(x + self.sparse(places) + self.scaled(places))
 
 
 class _Decayed(_Mlp):
@@ -134,7 +151,19 @@ class _Frozen(_Mlp):
         self.up.weight.requires_grad_(False)
 
 
-MODELS = [_Mlp, _Twice, _NoBias, _Transposed, _Tied, _Decayed, _Hooked, _Half, _Again, _Frozen]
+MODELS = [
+    _Mlp,
+    _Twice,
+    _NoBias,
+    _Transposed,
+    _Tied,
+    _Rare,
+    _Decayed,
+    _Hooked,
+    _Half,
+    _Again,
+    _Frozen,
+]
 
 
 def _model(cls: Any) -> Any:
@@ -170,7 +199,8 @@ def _assert_equal(model: Any, inputs: list[torch.Tensor]) -> None:
         else:
             tolerance = 1e-12 if grad.dtype == torch.float64 else 0.0
             torch.testing.assert_close(found, grad, rtol=tolerance, atol=tolerance)
-            assert found.stride() == grad.stride()
+            assert found.layout == grad.layout
+            assert grad.is_sparse or found.stride() == grad.stride()
 
 
 @pytest.mark.parametrize("cls", MODELS)
@@ -208,26 +238,23 @@ def test_what_is_added_in_place_is_what_the_engine_is_not_asked_for(
     x, *_ = _inputs(model)
     root = model(x).sin().sum()
     graph = Graph([get_gradient_edge(root).node])
-    maps = linear.linear_maps(graph)
-    found = {names[id(e.weight)] for e in [*maps, *linear.biases(graph)]}
-    assert found >= {*cls.added}
-    if cls is not _NoBias:
-        assert found == {*cls.added}
-    assert not linear.visited(maps, graph)  # the first gradient
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    whole = {names[id(entry.weight)] for entry in linear.visited(maps, graph)}
-    assert whole == {name for name in cls.added if "bias" not in name}
+    weights = {names[id(use.weight)] for use in accumulation.weight_uses(graph)}
+    biases = {names[id(use.weight)] for use in accumulation.bias_uses(graph)}
+    assert weights | biases == {*cls.added}
     asked: list[set[str]] = []
     backward = torch.autograd.backward
 
-    def noted(*args: Any, inputs: Any = (), **kwargs: Any) -> None:
-        asked.append({names[id(leaf)] for leaf in inputs if id(leaf) in names})
-        backward(*args, inputs=inputs or None, **kwargs)
+    def noted(*args: Any, inputs: Any = None, **kwargs: Any) -> None:
+        leaves = model.parameters() if inputs is None else inputs
+        asked.append({names[id(leaf)] for leaf in leaves if id(leaf) in names})
+        backward(*args, inputs=inputs, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "backward", noted)
-    backward_full([root], [None])
-    assert not asked[0] & whole
+    for x in _inputs(model)[:2]:
+        backward_full([model(x).sin().sum()], [None])
+    first, second = asked
+    assert first == {*names.values()}  # one micro-batch is as without
+    assert not second & weights
 
 
 def test_anomalies_are_looked_for_in_every_gradient() -> None:
@@ -235,7 +262,9 @@ def test_anomalies_are_looked_for_in_every_gradient() -> None:
     x, *_ = _inputs(model)
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         root = model(x).sum()
-        assert not linear.linear_maps(Graph([get_gradient_edge(root).node]))
+        graph = Graph([get_gradient_edge(root).node])
+        assert not accumulation.weight_uses(graph)
+        assert not accumulation.bias_uses(graph)
 
 
 def test_the_nodes_of_torch_are_those_that_are_known() -> None:
@@ -257,3 +286,11 @@ def test_the_nodes_of_torch_are_those_that_are_known() -> None:
     assert [n.name() for n, _ in node.next_functions] == [leaf, "TBackward0"]
     assert node._saved_self.data_ptr() == x.data_ptr()
     assert node._raw_saved_self.unpack_hook is None
+    for padding, known in ((None, False), (2, True)):
+        table = nn.Embedding(5, 4, padding_idx=padding)
+        node = table(torch.tensor([1, 2])).grad_fn
+        assert node.name() == "EmbeddingBackward0"
+        assert node.next_functions[0][0].variable is table.weight
+        assert node._saved_indices.tolist() == [1, 2]
+        assert (node._saved_padding_idx < 5) is known
+        assert (node._saved_sparse, node._saved_scale_grad_by_freq) == (False, False)

@@ -53,6 +53,7 @@ LAYERS: dict[str, set[str]] = {
     "states": {"torch", "psutil"},
     "parts": {"torch"},
     "hyperparameters": {"torch"},
+    "conversion": {"torch"},
     "hooks": {"torch"},
     "norms": {"torch"},
     "manners": {"torch", "torchmetrics", "lightning", "lightning_utilities"},

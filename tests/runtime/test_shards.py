@@ -107,8 +107,8 @@ def body():
             torch.testing.assert_close(
                 whole_tensor(named[name].grad, ranks.copies),
                 plain.get_parameter(name).grad,
-                rtol=1e-6,
-                atol=1e-9,
+                rtol=1e-5,
+                atol=1e-7,  # half of the sum each, in single precision
             )
         assert named["unused.weight"].grad is None
         for name in ("rare.weight", "scale"):  # not sharded: reduced by others

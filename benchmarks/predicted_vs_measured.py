@@ -72,22 +72,18 @@ def make_module(loads: list[float], work: str) -> Any:
 
 def costs_of(loads: list[float], work: str, rows: int) -> str:
     """Measures the units, as `lightning-pipe plan --measure` does."""
-    from lightning_pipe.runtime.backward import backward_full, backward_input
-    from lightning_pipe.runtime.overhead import action_overhead_s
-    from lightning_pipe.split.measure import measure_units
+    from lightning_pipe.runtime.measured import measured_costs
 
     module = make_module(loads, work)
-    table = measure_units(
+    table = measured_costs(
         module,
         lambda batch: module.training_step(batch, 0),
         [torch.randn(rows, 64)],
         num_stages=1 if len(loads) < 2 else 2,
         device=torch.device("cpu"),
         rows=rows,
-        backward=backward_full,
-        halves=backward_input,
     )
-    return replace(table, overhead_s=action_overhead_s(torch.device("cpu"))).to_json()
+    return table.to_json()
 
 
 @dataclass(frozen=True)

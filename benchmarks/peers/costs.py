@@ -6,15 +6,12 @@ python -m benchmarks.peers.costs SIZE FILE
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from benchmarks.peers.gpt import SIZES, LitGPT, batch_of, loss_of
 
-from lightning_pipe.runtime.backward import backward_full, backward_input
-from lightning_pipe.runtime.overhead import action_overhead_s
-from lightning_pipe.split.measure import measure_units
+from lightning_pipe.runtime.measured import measured_costs
 
 _STAGES = 4  # two ranks with two chunks
 
@@ -26,18 +23,14 @@ def main() -> None:
     size = SIZES[name]
     rows = size.batch // size.microbatches
     module = LitGPT(size)
-    device = torch.device("cpu")
-    table = measure_units(
+    table = measured_costs(
         module,
         lambda batch: loss_of(module.net(batch[0]), batch[1]),
         [part[:rows] for part in batch_of(size, 0)],
         num_stages=_STAGES,
-        device=device,
+        device=torch.device("cpu"),
         rows=rows,
-        backward=backward_full,
-        halves=backward_input,
     )
-    table = replace(table, overhead_s=action_overhead_s(device))
     Path(file).write_text(table.to_json())
 
 

@@ -44,12 +44,10 @@ from lightning_pipe.planning.plan import Plan, columns
 from lightning_pipe.planning.profile import Profile
 from lightning_pipe.planning.request import Request
 from lightning_pipe.planning.topology import Topology
-from lightning_pipe.runtime.backward import backward_full, backward_input
-from lightning_pipe.runtime.overhead import action_overhead_s
+from lightning_pipe.runtime.measured import measured_costs
 from lightning_pipe.split._fake import large_as_fakes, to_dtype
 from lightning_pipe.split.analyse import trace_step
 from lightning_pipe.split.joining import join_batches
-from lightning_pipe.split.measure import measure_units
 from lightning_pipe.split.profile import optimizer_state_bytes, profile_of
 from lightning_pipe.split.rows import count_rows, split_batch
 
@@ -194,17 +192,14 @@ class _Fit:
         """Times every unit of the step of a micro-batch."""
         piece = split_batch(self.batch, num_microbatches, self.rules)
         with seam.step_name(self.module, "training_step"), self._context():
-            table = measure_units(
+            return measured_costs(
                 self.module,
                 self.step,
                 piece.batches[0],
                 num_stages=num_stages,
                 device=device,
                 rows=piece.rows[0],
-                backward=backward_full,
-                halves=backward_input,
             )
-        return replace(table, overhead_s=action_overhead_s(device))
 
     def _context(self) -> Any:
         return self._trainer.precision_plugin.train_step_context()

@@ -19,6 +19,7 @@ from lightning_pipe.runtime.accelerator import is_out_of_memory
 from lightning_pipe.runtime.shards import sparse_weights
 from lightning_pipe.split._fake import is_fake
 from lightning_pipe.split.ends import Skipped, StepResult
+from lightning_pipe.split.graph import leaves_of
 from lightning_pipe.split.nest import copy_tensors, describe
 from lightning_pipe.split.parted import as_ordinary
 from lightning_pipe.split.rng import mix
@@ -27,7 +28,6 @@ from lightning_pipe.split.saved import KeptBytes
 from lightning_pipe.split.snapshot import Snapshot
 from lightning_pipe.split.spec import ValueSpec
 from lightning_pipe.split.trace import ValueKey
-from lightning_pipe.split.tracer import leaves_of
 from lightning_pipe.split.units import modules_of
 from lightning_pipe.statistics import DeferredStatistics
 from lightning_pipe.synced import SyncedNorms

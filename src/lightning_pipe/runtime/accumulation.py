@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_pipe.runtime.graph import Graph
+from lightning_pipe.split.graph import Graph
 
 __all__ = ["Use", "adding", "bias_uses", "weight_uses"]
 
@@ -42,6 +42,8 @@ _MAPS = {
 _TRANSPOSED = "TBackward0"
 _LOOKUP = "EmbeddingBackward0"
 _DTYPES = (torch.float32, torch.float64)
+
+Add = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,18 +58,17 @@ class Use:
 
     node: Node
     weight: Tensor
-    add: Callable[[Tensor], None]
+    add: Add
 
 
 def weight_uses(graph: Graph) -> list[Use]:
     """The uses of weights of linear maps and embeddings that can be added in place."""
     if torch.is_anomaly_enabled():  # which looks at every gradient that is made
         return []
-    users = graph.users()
     found: list[Use] = []
     for node, leaf in graph.leaves():
         if _is_plain(leaf):
-            found.extend(_uses_of(node, leaf, graph, users))
+            found.extend(_uses_of(node, leaf, graph))
     return found
 
 
@@ -75,12 +76,11 @@ def bias_uses(graph: Graph) -> list[Use]:
     """Those of biases that are added to each row of a linear map."""
     if torch.is_anomaly_enabled():
         return []
-    users = graph.users()
     found: list[Use] = []
     for node, leaf in graph.leaves():
-        nodes = users.get(node, [])
-        if leaf.dim() == 1 and _is_plain(leaf) and all(_adds_it(user, node) for user in nodes):
-            found.extend(Use(user, leaf, _bias(leaf)) for user in nodes)
+        users = graph.users.get(node, [])
+        if leaf.dim() == 1 and _is_plain(leaf) and all(_adds_it(u, node, graph) for u in users):
+            found.extend(Use(user, leaf, _bias(leaf)) for user in users)
     return found
 
 
@@ -103,7 +103,7 @@ def _adds(use: Use) -> Callable[[Any], None]:
     return hook
 
 
-def _map(node: Node, weight: Tensor, given: str, factor: str | None, transposed: bool) -> Any:
+def _map(node: Node, weight: Tensor, given: str, factor: str | None, transposed: bool) -> Add:
     """``transposed``: whether rows of the weight are outputs, as in `nn.Linear`."""
 
     def add(grad: Tensor) -> None:
@@ -121,7 +121,7 @@ def _map(node: Node, weight: Tensor, given: str, factor: str | None, transposed:
     return add
 
 
-def _lookup(node: Any, weight: Tensor) -> Callable[[Tensor], None]:
+def _lookup(node: Any, weight: Tensor) -> Add:
     def add(grad: Tensor) -> None:
         rows, places = grad.flatten(0, -2), node._saved_indices.flatten()
         if node._saved_padding_idx < len(weight):  # none is -1, as a number without a sign
@@ -134,7 +134,7 @@ def _lookup(node: Any, weight: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-def _bias(bias: Tensor) -> Callable[[Tensor], None]:
+def _bias(bias: Tensor) -> Add:
     def add(grad: Tensor) -> None:
         with torch.no_grad():
             summed = grad.sum(0)
@@ -143,13 +143,13 @@ def _bias(bias: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-def _uses_of(leaf: Node, weight: Tensor, graph: Graph, users: dict[Node, list[Node]]) -> list[Use]:
+def _uses_of(leaf: Node, weight: Tensor, graph: Graph) -> list[Use]:
     """All uses of a weight; none if one cannot be added in place."""
     found = []
-    for user in users.get(leaf, ()):
+    for user in graph.users.get(leaf, ()):
         transposed = graph.names[user] == _TRANSPOSED
         origin = user if transposed else leaf
-        for node in users.get(user, ()) if transposed else [user]:
+        for node in graph.users.get(user, ()) if transposed else [user]:
             add = _adder(node, origin, weight, graph, transposed=transposed)
             if add is None:
                 return []
@@ -159,7 +159,7 @@ def _uses_of(leaf: Node, weight: Tensor, graph: Graph, users: dict[Node, list[No
 
 def _adder(
     node: Node, origin: Node, weight: Tensor, graph: Graph, *, transposed: bool
-) -> Callable[[Tensor], None] | None:
+) -> Add | None:
     """What adds for a node that uses a weight; None if it cannot be done in place."""
     name, place = graph.names[node], 0
     if name in _MAPS:
@@ -169,9 +169,14 @@ def _adder(
         given, add = "indices", _lookup(node, weight)
     else:
         return None
-    if graph.after[node].count(origin) != 1 or node.next_functions[place][0] is not origin:
+    if not _leads_once(node, place, origin, graph) or _has_hook(node, given):
         return None
-    return None if _has_hook(node, given) else add
+    return add
+
+
+def _leads_once(node: Node, place: int, origin: Node, graph: Graph) -> bool:
+    """Whether a node leads to another at this place and at no other."""
+    return graph.after[node].count(origin) == 1 and node.next_functions[place][0] is origin
 
 
 def _is_lookup(node: Any, weight: Tensor) -> bool:
@@ -185,12 +190,11 @@ def _has_hook(node: Node, given: str) -> bool:
     return getattr(saved, "unpack_hook", saved) is not None
 
 
-def _adds_it(node: Node, leaf: Node) -> bool:
+def _adds_it(node: Any, leaf: Node, graph: Graph) -> bool:
     """Whether a map adds a leaf to each of its rows, once and as it is."""
-    behind = [following for following, _ in node.next_functions]
-    if node.name() != "AddmmBackward0" or behind[0] is not leaf or behind.count(leaf) != 1:
+    if graph.names[node] != "AddmmBackward0" or not _leads_once(node, 0, leaf, graph):
         return False
-    return node._saved_beta == 1  # type: ignore[attr-defined,no-any-return]
+    return bool(node._saved_beta == 1)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_pipe.runtime.accumulation import Use, adding, bias_uses, weight_uses
-from lightning_pipe.runtime.graph import Graph
+from lightning_pipe.split.graph import Graph
 
 # Nodes that hide weights or can run only once: the whole backward is done in I.
 _INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
@@ -51,7 +51,7 @@ def backward_full(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> No
     """Accumulates the gradients of all leaves, inputs and weights, in `.grad`."""
     if not roots:
         return
-    graph = Graph([get_gradient_edge(root).node for root in roots])
+    graph = Graph(roots)
     uses = [] if graph.has(_INDIVISIBLE) else weight_uses(graph)
     uses = [use for use in uses if use.weight.grad is not None]  # one micro-batch is as without
     if not uses:
@@ -83,7 +83,7 @@ def backward_input(
         return (None,) * len(inputs), lambda: backward_full(roots, grads)
     filled = [torch.ones_like(r) if g is None else g for r, g in zip(roots, grads, strict=True)]
     edges = [get_gradient_edge(root) for root in roots]
-    graph = Graph([edge.node for edge in edges])
+    graph = Graph(roots)
     if graph.has(_INDIVISIBLE):
         backward_full(roots, filled)
         return _take_grads(inputs), lambda: None

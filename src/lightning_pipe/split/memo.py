@@ -41,6 +41,7 @@ class Outcome:
     entered: Entered = ()
     #: forward hooks of the unit up to the last one that gave another output
     hooks_done: int = 0
+    #: whether it computes a loss over targets
     has_loss: bool = False
 
 

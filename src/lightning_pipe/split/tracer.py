@@ -7,7 +7,7 @@ real: the way out for a step whose glue needs values on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from traceback import walk_tb
@@ -27,6 +27,7 @@ from lightning_pipe.split._fake import (
 from lightning_pipe.split.callers import KeepWhole, check_callers, whole_for_hooks
 from lightning_pipe.split.frozen import contents, holds_fake
 from lightning_pipe.split.generators import generators_of
+from lightning_pipe.split.graph import leaves_of
 from lightning_pipe.split.memo import (
     Outcome,
     SharedOutcomes,
@@ -467,19 +468,6 @@ class Tracer:
             self.operators.unit_reads.setdefault(index, set()).update(reads)
         self.operators.flops += known.flops
         return unflatten(values[: known.num_outputs], known.made)
-
-
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of the graph of a tensor."""
-    todo, seen = [loss.grad_fn], {None}
-    while todo:
-        node: Any = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        todo += [following for following, _ in node.next_functions]
 
 
 def _may_vary(leaf: Leaf) -> bool:

@@ -1,13 +1,14 @@
-"""The graph of autograd behind some outputs."""
+"""The graph of autograd behind some tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
-__all__ = ["Graph"]
+__all__ = ["Graph", "leaves_of"]
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -16,18 +17,18 @@ class Graph:
     """All nodes from which gradients may flow.
 
     Args:
-        roots: The nodes of the outputs.
+        tensors: What a backward would begin with; each requires a gradient.
 
     Attributes:
         order: The nodes, each before those it leads to.
         after: Those that each leads to.
     """
 
-    def __init__(self, roots: Sequence[Node]) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.order: list[Node] = []
         self.after: dict[Node, list[Node]] = {}
-        for root in roots:
-            stack = [(root, False)]
+        for tensor in tensors:
+            stack = [(get_gradient_edge(tensor).node, False)]
             while stack:
                 node, done = stack.pop()
                 if done:
@@ -52,6 +53,7 @@ class Graph:
         """Nodes that accumulate, and the tensors whose gradients those are."""
         return ((n, n.variable) for n in self.order if self.names[n] == _LEAF)  # type: ignore[attr-defined]
 
+    @cached_property
     def users(self) -> dict[Node, list[Node]]:
         """The nodes that lead to each; once for every edge."""
         found: dict[Node, list[Node]] = {}
@@ -67,3 +69,8 @@ class Graph:
             if not found.isdisjoint(self.after[node]):
                 found.add(node)
         return found
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """What a tensor was made of, as far as it has gradients."""
+    return [leaf for _, leaf in Graph([tensor]).leaves()] if tensor.requires_grad else []
